@@ -114,7 +114,9 @@ def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None
         "health_check_timeout_s": 10,
         **overrides.get("ModelReplica", {}),
     }
-    engine = ModelReplica.options(**engine_options).bind(args.engine, args.drain_timeout_s + ENGINE_MARGIN_S)
+    engine = ModelReplica.options(**engine_options).bind(
+        args.engine, args.drain_timeout_s + ENGINE_MARGIN_S, args.model_name
+    )
     small = {**_one_per_node("mlx", SMALL_SHARE, num_nodes), **ending}
     router = {"request_router_config": _router(local_default=True)}
     text_options = {**small, **router, "max_ongoing_requests": MAX_PLANNING["text"], **overrides.get("TextMTP", {})}

@@ -36,6 +36,7 @@ from deployments.replica_calls import (
     why_silent,
 )
 from deployments.replica_choice import Choice, NoOtherReplica, NoReplicaYet, pin_to
+from deployments.timeline import ENGINE, current
 from engine import retry_after
 from engine.protocol import (
     GRAMMAR_FAILED,
@@ -50,6 +51,7 @@ from engine.protocol import (
     TokenChunk,
     Unavailable,
 )
+from engine.timeline import RowTimeline
 
 log = logging.getLogger("ray.serve")
 
@@ -182,6 +184,7 @@ class EngineClient:
         if again is None:
             raise self._answer_to(first) from None
         log.warning("request %s: retrying on another replica after %r", request.request_id, first)
+        current().lap("retry", after=type(first).__name__)
         try:
             return await self._attempt(request, route, again)
         except NoOtherReplica:
@@ -203,6 +206,15 @@ class EngineClient:
             raise Unavailable(late, retry_after.REPLICA_LOST_S) from None
         except Exception as error:
             raise self._answer_to(error) from None
+
+    async def timelines(self, node_id: str, request_id: str) -> tuple[RowTimeline, ...]:
+        """Ask the engine on a node for the timelines of a request's choices that have ended. () without an answer."""
+        handle = self._questions.options(method_name="timelines", session_id=pin_to(node_id))
+        try:
+            return await call_within(self._ask_timeout_s, handle.remote(request_id))
+        except Exception as error:
+            log.info("the engine on node %s did not tell the timeline of %s: %r", node_id, request_id, error)
+            return ()
 
     async def ask_all(self, method: str, node_ids: Iterable[str]) -> tuple[list[EngineAnswer[Any]], list[SilentEngine]]:
         """Call a method of the engine on each node. Returns the answers, and the engines without one.
@@ -233,19 +245,28 @@ class EngineClient:
 
     async def _attempt(self, request: ChatRequest, route: Route, attempt: PlacementAttempt) -> EngineStream:
         async with AsyncExitStack() as resources:
+            timeline = current()
             slot = await self._reserve(resources, attempt)
+            timeline.node_id = slot.node_id
+            timeline.lap("place")
             plan = await self._plan(request, route, slot, attempt)
+            timeline.lap("plan", **_planned(plan))
             attempt.stage = "engine"
             engine_request, plan = plan.request, replace(plan, request=plan.request.without_pixels())
+            engine_request = replace(engine_request, spent_s=timeline.spent_s)
             chunks = await slot.stream(engine_request)
             del engine_request  # now only the call references the pixels, until it is sent
             reader = ChunkReader(chunks, self._silence_limit_s)
             resources.callback(reader.close)
             first = await reader.next()
+            timeline.lap(ENGINE)
             if first is None:
                 raise EngineFailed("The engine ended the answer before its first token.")
+            if first.timeline is not None:
+                timeline.add_row(first.timeline)
             if (error := failure_of(first, plan.request)) is not None:
                 raise error
+            timeline.first_token_s = timeline.seconds
             self._refusals.forget(attempt.replica_id)
             note_loss = partial(self._refusals.note, attempt.replica_id, LOSS_S)
             return EngineStream(plan, slot.node_id, first, reader, resources.pop_all(), note_loss)
@@ -294,6 +315,14 @@ class EngineClient:
             lost = "The engine was lost before the first token. Please send the request again."
             return Unavailable(lost, retry_after.REPLICA_LOST_S)
         return error
+
+
+def _planned(plan: Plan) -> dict[str, Any]:
+    """Return what the timeline tells about a plan."""
+    facts: dict[str, Any] = {"num_tokens": len(plan.request.token_ids), "num_images": len(plan.request.images)}
+    if plan.spec_prefill is not None:
+        facts |= {"num_scored": plan.spec_prefill.num_scored, "dense_because": plan.spec_prefill.dense_because}
+    return facts | {f"{name}_s": seconds for name, seconds in plan.seconds.items()}
 
 
 def failure_of(chunk: TokenChunk, request: EngineRequest) -> OrchardError | None:

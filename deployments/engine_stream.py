@@ -8,6 +8,7 @@ from typing import Any
 
 from deployments.protocol import Plan
 from deployments.replica_calls import CancelledThere, Silent, cause_of, is_replica_lost
+from deployments.timeline import ENGINE, current
 from engine import retry_after
 from engine.protocol import TokenChunk, Unavailable
 
@@ -113,6 +114,7 @@ class EngineStream:
         self._num_open = plan.request.num_choices
         self._is_at_end = False
         self._closing: asyncio.Task[None] | None = None
+        self._timeline = current()
 
     async def __aiter__(self) -> AsyncIterator[TokenChunk]:
         """Yield the chunks, the first one included. Raises Unavailable when the engine is lost before the end."""
@@ -122,6 +124,9 @@ class EngineStream:
                 self._num_open -= chunk.finish_reason is not None
                 yield chunk
                 chunk = await self._rest.next()
+                self._timeline.lap(ENGINE)
+                if chunk is not None and chunk.timeline is not None:
+                    self._timeline.add_row(chunk.timeline)
             self._is_at_end = True
         except Exception as error:
             self._is_at_end = True

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -24,14 +25,20 @@ from deployments.engine_stream import EngineStream
 from deployments.http.app import create_app
 from deployments.http.cache import cache_body, cleared_body
 from deployments.http.parsed_request import ModelDefaults
+from deployments.http_figures import HttpFigures
 from deployments.http_proxy import HOOK, is_guarded
 from deployments.in_flight import InFlight
+from deployments.metrics.catalog import METRICS
+from deployments.metrics.node_figures import IngressFigures
+from deployments.metrics.text_format import text_of
+from deployments.node_metrics import NodeReplicas
 from deployments.planning import thinks
 from deployments.process import in_replica, replica_info
 from deployments.protocol import ChatRequest, Embeddings, EmbedRequest, Route, TextDelta, TextLogprobs, ToolCall
 from deployments.ray_internals import listen_on_node_address
 from deployments.replica_calls import ask_replicas
 from deployments.serve_log import join_serve_log
+from deployments.timeline import RequestTimeline, Timelines
 from engine.processing.answer_parser import NOTHING, AnswerParser, AnswerRules
 from engine.processing.checkpoint import media_kinds, read_config, resolve_checkpoint
 from engine.processing.context import choose_context
@@ -175,6 +182,8 @@ class Ingress:
             config.max_running,
             max_share_per_address=http.max_share_per_address,
         )
+        self.figures = HttpFigures()
+        self.timelines = Timelines()
         self._http = http
         if in_replica() and not is_guarded():
             log.warning("Serve's HTTP proxies run without Orchard's middleware: %s is %r", HOOK, os.environ.get(HOOK))
@@ -197,6 +206,7 @@ class Ingress:
         self._ingresses = own_deployment()
         self._engines = engine
         self._graph = {"engines": engine, "text": text, "mllm": mllm, "spec_prefill": scorer}
+        self._node = NodeReplicas(self.model_name, engine, {"text": text, "media": mllm}, scorer)
         self._ready_until = float("-inf")
         self._has_started = False
         self._status = CachedCall(self._ask_status, STATUS_SHARED_S)
@@ -262,6 +272,20 @@ class Ingress:
         if num_silent := said.count(None):
             raise Unavailable(f"{num_silent} of {len(said)} ingresses that may have the request did not answer.")
         return False
+
+    async def timeline(self, id: str) -> RequestTimeline | None:
+        if (found := await self.timeline_here(id)) is not None:
+            return found
+        said = await self._ask_ingresses("timeline_here", id)
+        return next((one for one in said if one is not None), None)
+
+    async def timeline_here(self, id: str) -> RequestTimeline | None:
+        """Return the timeline of a request at this ingress; what only the engine knows of an aborted one is added."""
+        found = self.timelines.find(id)
+        if found is not None and not found.rows and found.node_id and found.answer_id:
+            for row in await self._client.timelines(found.node_id, found.answer_id):
+                found.add_row(row)
+        return found
 
     async def cancel_here(self, request_id: str) -> bool:
         return self.in_flight.cancel(request_id)
@@ -329,6 +353,12 @@ class Ingress:
                     log.warning(assumed, error, self._num_engines)
                 is_known = False
             await asyncio.sleep(ENGINES_COUNTED_EVERY_S)
+
+    async def metrics(self, shows_names: bool) -> bytes:
+        http = self.figures if shows_names else self.figures.without_names()
+        now = self.in_flight.status()
+        ingress = IngressFigures(http=http, num_in_flight=now["num_in_flight"], is_draining=now["is_draining"])
+        return text_of(METRICS, replace(await self._node.figures(), ingress=ingress))
 
     async def cache_status(self) -> dict[str, Any]:
         answers, missing = await self._client.ask_all("cache_status", await engine_node_ids())

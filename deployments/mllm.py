@@ -1,5 +1,6 @@
 """MLLM: the planner of requests with images and videos."""
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -44,10 +45,15 @@ class MLLM:
             ContextLengthExceeded: The prompt does not fit the context.
             Unavailable: No image worker can be started.
         """
+        began_s = time.monotonic()
         async with self._images(request) as images:
+            loaded_s = time.monotonic()
             dense = await self._planner.engine_request(request, request.messages, images)
+            prompted_s = time.monotonic()
             planned, report = await self._sparse.plan(request, dense)
-            return Plan(planned, node_id(), report)
+            sparse_s = time.monotonic() - prompted_s
+            seconds = {"images": loaded_s - began_s, "prompt": prompted_s - loaded_s, "sparse": sparse_s}
+            return Plan(planned, node_id(), report, seconds)
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Count the prompt's tokens, images included. Raises what `plan` raises."""

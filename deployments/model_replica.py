@@ -10,15 +10,17 @@ from typing import Any, TypeVar
 from ray import serve
 
 from deployments.draining import DRAIN_TIMEOUT_S, on_stop
-from deployments.process import replica_info
+from deployments.process import in_replica, node_id, replica_info
 from deployments.protocol import EngineAnswer
 from deployments.ray_internals import http_request_id, listen_on_node_address
+from deployments.ray_mirror import RayMirror, mirror_to_ray
 from deployments.serve_log import join_serve_log
 from engine import retry_after
 from engine.config import EngineConfig
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.fingerprint import checkpoint_fingerprint
 from engine.protocol import CacheCleared, CachedPrefix, CacheStatus, EngineRequest, TokenChunk, Unavailable
+from engine.timeline import RowTimeline
 
 log = logging.getLogger("ray.serve")
 
@@ -36,8 +38,16 @@ class ModelReplica:
     _engine: Any = None
     """The AsyncEngine; None until it loads; Serve calls `__del__` also in a replica that is stopped before."""
 
-    async def __init__(self, config: EngineConfig, drain_timeout_s: float = DRAIN_TIMEOUT_S):
-        """Load the model; Serve sends no requests until then. Raises EngineFailed."""
+    async def __init__(
+        self, config: EngineConfig, drain_timeout_s: float = DRAIN_TIMEOUT_S, model_name: str | None = None
+    ):
+        """Load the model; Serve sends no requests until then. Raises EngineFailed.
+
+        Args:
+            config: The engine's configuration.
+            drain_timeout_s: How long open requests may take when the replica is stopped.
+            model_name: Name under which the model is served; None: as in the configuration.
+        """
         listen_on_node_address()
         join_serve_log()
         from engine.async_engine import AsyncEngine  # imports MLX, which no other process of the graph may load
@@ -48,6 +58,8 @@ class ModelReplica:
         self._checkpoint = await asyncio.to_thread(checkpoint_fingerprint, model_dir)
         log.info("%s is loaded", config.model)
         self._stopping = on_stop(lambda: self._engine.drain(drain_timeout_s))
+        mirror = RayMirror(model_name or config.model)
+        self._mirroring = asyncio.ensure_future(mirror_to_ray(self._engine, mirror)) if in_replica() else None
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenChunk]:
         """Yield one chunk per step, and heartbeats; see AsyncEngine.generate. Closing the generator frees the rows.
@@ -66,6 +78,14 @@ class ModelReplica:
 
     async def status(self) -> dict[str, Any]:
         return {**replica_info(), "engine": asdict(self._engine.status())}
+
+    async def figures(self) -> dict[str, Any]:
+        """Return the figures for metrics, see AsyncEngine.figures."""
+        return {"node_id": node_id(), "figures": self._engine.figures()}
+
+    async def timelines(self, request_id: str) -> tuple[RowTimeline, ...]:
+        """Return the timelines of a request's choices that have ended lately, see AsyncEngine.timelines."""
+        return self._engine.timelines(request_id)
 
     async def cached_prefix(self, request: EngineRequest) -> CachedPrefix:
         """Look up the cached prefix of a prompt, see AsyncEngine.cached_prefix. Raises EngineFailed if not ready."""

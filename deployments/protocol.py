@@ -8,7 +8,9 @@ from functools import cached_property
 from pickle import PickleBuffer
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
+from deployments.http_figures import HttpFigures
 from deployments.in_flight import InFlight
+from deployments.timeline import RequestTimeline, Timelines
 from engine.processing.message import Message
 from engine.protocol import EngineRequest, GrammarSpec
 
@@ -227,6 +229,8 @@ class Plan:
     """Ray node id of the planner; '' without Ray."""
     spec_prefill: SpecPrefillReport | None = None
     """None if neither the request nor the configuration asked for a sparse prefill."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the planner by kind of work: `images`, `prompt` (template and tokens), `sparse` (scoring included)."""
 
 
 @dataclass(frozen=True)
@@ -343,6 +347,10 @@ class Backend(Protocol):
     """Prompt and answer together."""
     in_flight: InFlight
     """Every request that generates is entered here."""
+    figures: HttpFigures
+    """Counts the answers."""
+    timelines: Timelines
+    """The timelines of the last requests at this ingress."""
 
     async def start(self, request: ChatRequest, route: Route) -> Generation:
         """Plan and dispatch a request. Returns at the first token, so that errors precede the response headers.
@@ -389,8 +397,16 @@ class Backend(Protocol):
         """
         ...
 
+    async def timeline(self, id: str) -> RequestTimeline | None:
+        """Find the timeline of a finished request by its answer's id or X-Request-ID, on any node; None without one."""
+        ...
+
     async def status(self) -> dict[str, Any]:
         """Return the body of `GET /v1/status`."""
+        ...
+
+    async def metrics(self, shows_names: bool) -> bytes:
+        """Return the body of `GET /metrics`. shows_names: whether it may contain the names of API keys."""
         ...
 
     async def cache_status(self) -> dict[str, Any]:

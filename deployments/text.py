@@ -1,5 +1,6 @@
 """TextMTP: the planner of requests that are text only."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,11 +28,14 @@ class TextMTP:
 
     async def plan(self, request: ChatRequest) -> Plan:
         """Prepare a text request or an embedding for the engine. Raises InvalidRequest, ContextLengthExceeded."""
+        began_s = time.monotonic()
         if request.is_embedding:
             return Plan(await self._planner.embedding_request(request), node_id())
         dense = await self._planner.engine_request(request, request.messages)
+        prompted_s = time.monotonic()
         planned, report = await self._sparse.plan(request, dense)
-        return Plan(planned, node_id(), report)
+        seconds = {"prompt": prompted_s - began_s, "sparse": time.monotonic() - prompted_s}
+        return Plan(planned, node_id(), report, seconds)
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Count the prompt's tokens. Raises what `plan` raises."""

@@ -55,6 +55,17 @@ class Answer:
         self.choices = [ChoiceAnswer() for _ in range(num_choices)]
         self._keeps_text = keeps_text
 
+    def usage(self) -> dict[str, int]:
+        """Return the token counts for the timeline."""
+        return {
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
+            "num_skipped_tokens": self.num_skipped_tokens,
+            "num_tokens": self.num_tokens,
+            "num_drafted": self.num_drafted,
+            "num_accepted": self.num_accepted,
+        }
+
     def add(self, delta: TextDelta) -> None:
         """Add a delta. Raises EngineFailed for an unknown finish reason."""
         choice = self.choices[delta.index]

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -24,8 +25,11 @@ from deployments.http.event_stream import EventStream
 from deployments.http.fields import left_open_names
 from deployments.http.parsed_request import ParsedRequest
 from deployments.http.request_reader import Dialect
+from deployments.http.timing import TIMING_HEADER, server_timing, told
+from deployments.http_figures import KeyUsage
 from deployments.in_flight import InFlightRequest
 from deployments.protocol import Generation
+from deployments.timeline import ARRIVED_HEADER, RequestTimeline, arrived_s, current, use
 from engine.protocol import OrchardError
 
 logger = logging.getLogger("orchard.http")
@@ -81,6 +85,20 @@ class AnswerResponse(Response):
         self._so_far: Answer | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrival, key = Headers(scope=scope).get(ARRIVED_HEADER), scope["state"]["key"]
+        timeline = RequestTimeline(self._request_id, scope["path"], key.name, arrived_s(arrival))
+        use(timeline)
+        try:
+            await self._serve(scope, receive, send, timeline)
+        except BaseException:
+            timeline.end("disconnected", CLIENT_LEFT)
+            raise
+        finally:
+            timeline.end("answered", 200)
+            self._context.backend.timelines.keep(timeline)
+            logger.info("%s", told(timeline), extra={"request_id": self._request_id})
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, timeline: RequestTimeline) -> None:
         address = address_group(client_host(scope))
         stream = EventStream(send, self._context.config.stream_comment_s)
         try:
@@ -88,16 +106,19 @@ class AnswerResponse(Response):
                 try:
                     response = await self._answer(Request(scope, receive), entry, stream)
                 except ClientDisconnect:
-                    logger.info("request %s: the client disconnected %s", self._request_id, self._left_at())
                     entry.mark_complete()
+                    timeline.note = f"the client disconnected {self._left_at()}"
+                    timeline.end("disconnected", CLIENT_LEFT)
                     response = None if stream.is_open else Response(status_code=CLIENT_LEFT)
                 except asyncio.CancelledError:  # by Serve's HTTP proxy, when its client disconnects
-                    logger.info("request %s: the client disconnected %s", self._request_id, self._left_at())
+                    timeline.note = f"the client disconnected {self._left_at()}"
                     raise
                 if response is not None:
                     await response(scope, receive, send)
         except OrchardError as error:  # the request is not admitted; `_answer` answers all other errors
-            await self._context.errors.response(error, self._request_id, scope)(scope, receive, send)
+            failure = self._context.errors.failure(error, self._request_id)
+            await self._context.errors.response_to(failure, self._request_id, scope)(scope, receive, send)
+            timeline.failed(failure.status, failure.code or failure.type)
 
     async def _answer(self, request: Request, entry: InFlightRequest, stream: EventStream) -> Response | None:
         """Read, admit and answer the request. Returns the response to send; None if it was streamed.
@@ -110,6 +131,7 @@ class AnswerResponse(Response):
         try:
             job = await run_until(self._read(request, stream), entry.cancelled)
             self._is_read = True
+            current().answer_id = job.id
             limits.check(key, job.num_choices)
             in_flight.set_choices(entry, job.id, job.num_choices)
             with limits.enter(key, job.num_choices):
@@ -124,9 +146,11 @@ class AnswerResponse(Response):
             entry.mark_complete()
             if entry.cancelled.done():
                 logger.info("request %s was ended: %s", self._request_id, error)
+            failure = self._context.errors.failure(error, self._request_id)
+            current().failed(failure.status, failure.code or failure.type)
             if job is None or not stream.is_open:
-                return self._context.errors.response(error, self._request_id, request.scope)
-            await stream.send(job.encoder.failed(self._context.errors.failure(error, self._request_id)))
+                return self._context.errors.response_to(failure, self._request_id, request.scope)
+            await stream.send(job.encoder.failed(failure))
             await stream.end()
             return None
 
@@ -150,6 +174,7 @@ class AnswerResponse(Response):
                     return await self._send_events(job, generation, answer, entry, stream)
                 return await self._whole(job, generation, answer, entry, stream)
             finally:
+                current().usage = answer.usage()
                 self._context.limits.charge(key, answer.num_prompt_tokens + answer.num_tokens)
                 await self._close(generation)
 
@@ -160,9 +185,11 @@ class AnswerResponse(Response):
             answer.add(delta)
         answer.check_complete()
         content = job.encoder.body(answer)
+        self._count(answer)
         body = content if isinstance(content, bytes) else json.dumps(content)
         entry.mark_complete()
-        return Response(body, headers=stream.headers, media_type="application/json")
+        timing = {TIMING_HEADER: server_timing(current())}
+        return Response(body, headers={**stream.headers, **timing}, media_type="application/json")
 
     async def _send_events(
         self, job: Job, generation: Generation, answer: Answer, entry: InFlightRequest, stream: EventStream
@@ -175,8 +202,14 @@ class AnswerResponse(Response):
                 await stream.send(sent)
         answer.check_complete()
         closing = job.encoder.closing(answer)
+        self._count(answer)
         entry.mark_complete()
         await stream.send(closing)
+
+    def _count(self, answer: Answer) -> None:
+        """Count the usage of a complete answer for the metrics."""
+        tokens = answer.num_prompt_tokens, answer.num_cached_tokens, answer.num_tokens
+        self._context.backend.figures.answered(current().key_name, KeyUsage(1, *tokens))
 
     def _left_at(self) -> str:
         """Return when the client disconnected, and what was done."""

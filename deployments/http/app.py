@@ -10,7 +10,9 @@ from deployments.http.anthropic.messages import Messages
 from deployments.http.config import HttpConfig
 from deployments.http.context import HttpContext
 from deployments.http.documentation import Documentation
-from deployments.http.errors import Converter, ErrorMap
+from deployments.http.errors import Converter, ErrorMap, Failure
+from deployments.http.limit_names import limit_of
+from deployments.http.metrics import Metrics
 from deployments.http.openai.chat import ChatCompletions
 from deployments.http.openai.completions import Completions
 from deployments.http.openai.embeddings import EmbeddingsEndpoint
@@ -20,7 +22,10 @@ from deployments.http.operations import Operations
 from deployments.http.parsed_request import ModelDefaults
 from deployments.http.proxy_limits import ProxyLimits, TellProxy
 from deployments.http.request_id import RequestId
+from deployments.http.requests import Requests
+from deployments.http.response_counter import ResponseCounter
 from deployments.http.responses.endpoints import Responses
+from deployments.http_figures import HttpFigures
 from deployments.protocol import Backend
 
 
@@ -46,7 +51,7 @@ def create_app(
         is_behind_proxy: Whether Serve's HTTP proxy adds the request id to responses, see RequestId.
         model: Facts of the checkpoint.
     """
-    errors = ErrorMap(converters)
+    errors = ErrorMap(converters, lambda error, failure: _count(backend.figures, error, failure))
     context = HttpContext(backend, config, media_kinds, keeps_late_system, errors, model or ModelDefaults())
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     endpoints = (
@@ -58,12 +63,19 @@ def create_app(
         Messages(context),
         Models(context),
         Operations(context),
+        Requests(context),
+        Metrics(context),
         Documentation(context),
     )
     for endpoint in endpoints:
         endpoint.add_to(app)
     app.add_exception_handler(HTTPException, errors.handle_http_exception)
     app.add_middleware(Access, rules=AccessRules(config), errors=errors, limits=context.limits)
+    app.add_middleware(ResponseCounter, figures=backend.figures)
     app.add_middleware(RequestId, is_behind_proxy=is_behind_proxy)
     app.add_middleware(TellProxy, limits=ProxyLimits(config.body_limits, config.send_timeout_s))
     return app
+
+
+def _count(figures: HttpFigures, error: Exception, failure: Failure) -> None:
+    figures.failed(failure.status, failure.code or failure.type, limit_of(error))

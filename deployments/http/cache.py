@@ -85,13 +85,18 @@ def _figures(status: CacheStatus) -> dict[str, int]:
     }
 
 
-def explanation(miss: CacheMiss, spell: Spell) -> str:
-    """Explain in a sentence why no more of the prompt was cached, quoting tokens with control characters escaped."""
+def explanation(miss: CacheMiss, spell: Spell | None = None) -> str:
+    """Explain in a sentence why no more of the prompt was cached.
+
+    Args:
+        miss: The facts.
+        spell: Spells tokens, which are then quoted with control characters escaped; None to quote nothing.
+    """
     served = f"{miss.num_cached} of {miss.num_prompt_tokens} tokens were cached; " if miss.num_cached else ""
     return served + _unserved(miss, spell)
 
 
-def _unserved(miss: CacheMiss, spell: Spell) -> str:
+def _unserved(miss: CacheMiss, spell: Spell | None) -> str:
     snapshot = f"a snapshot at a {miss.boundary or 'prompt'} boundary"
     lost = f"{snapshot} covered {miss.boundary_tokens} of {miss.num_prompt_tokens} tokens, but"
     common = (
@@ -117,7 +122,10 @@ def _unserved(miss: CacheMiss, spell: Spell) -> str:
             return f"{common} {_difference(miss, spell)}"
 
 
-def _difference(miss: CacheMiss, spell: Spell) -> str:
+def _difference(miss: CacheMiss, spell: Spell | None) -> str:
+    if spell is None:
+        at = f"the text differs at token {miss.num_common}"
+        return at if miss.prompt_token_ids else "the prompt ends there, and the snapshot continues"
     ours, theirs = quoted(miss.prompt_token_ids, spell), quoted(miss.stored_token_ids, spell)
     if miss.prompt_token_ids:
         return f"the text differs at token {miss.num_common}: {ours} instead of {theirs}"

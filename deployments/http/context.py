@@ -17,6 +17,7 @@ from deployments.http.rate_limits import RateLimits
 from deployments.http.request_reader import Dialect
 from deployments.http.unread_bodies import UnreadBodies, read_body
 from deployments.protocol import Backend, ChatRequest, Generation, Route
+from deployments.timeline import current
 from engine.protocol import EngineFailed, Unavailable
 
 IGNORED_HEADER = "X-Orchard-Ignored"
@@ -71,10 +72,14 @@ class HttpContext:
             BodyTooLarge, BodyTooSlow, Overloaded, ClientDisconnect: See read_body and decoded.
             InvalidRequest, ModelNotFound, Unavailable: See BodyReader.read.
         """
+        timeline = current()
         body = await read_body(request.scope, request.receive, self.bodies)
+        timeline.lap("body", num_bytes=len(body))
         if encoding := request.headers.get("content-encoding", ""):
             body = await asyncio.to_thread(decoded, body, encoding, self.config.max_body_bytes)
-        return await self.reader.read(body, dialect)
+        parsed = await self.reader.read(body, dialect)
+        timeline.lap("parse")
+        return parsed
 
     def ignored_header(self, parsed: ParsedRequest) -> dict[str, str]:
         """Count the unknown fields of a request and return the response header that names them, if there are any."""

@@ -215,10 +215,16 @@ class ErrorMap:
 
     Args:
         converters: Foreign exception class to its Converter; looked up along the bases of the exception's class.
+        note: Called with each converted exception and its failure, which is about to be sent.
     """
 
-    def __init__(self, converters: Mapping[type[Exception], Converter] | None = None):
+    def __init__(
+        self,
+        converters: Mapping[type[Exception], Converter] | None = None,
+        note: Callable[[Exception, "Failure"], None] = lambda error, failure: None,
+    ):
         self._converters = dict(converters or {})
+        self._note = note
 
     def convert(self, error: Exception) -> Exception:
         """Convert a foreign error to an OrchardError; return it unchanged without a converter."""
@@ -230,6 +236,11 @@ class ErrorMap:
     def failure(self, error: Exception, request_id: str, level: int = logging.WARNING) -> Failure:
         """Convert an exception to a Failure, and log those with status 500 and above. level: for those above 500."""
         converted = self.convert(error)
+        failure = self._failure(error, converted, request_id, level)
+        self._note(converted, failure)
+        return failure
+
+    def _failure(self, error: Exception, converted: Exception, request_id: str, level: int) -> Failure:
         if isinstance(converted, HTTPException):
             return _of_http_exception(converted)
         found = _of_orchard_error(converted, request_id) if isinstance(converted, OrchardError) else None
@@ -242,6 +253,10 @@ class ErrorMap:
     def response(self, error: Exception, request_id: str, scope: Scope) -> Response:
         """Return the error response in the dialect of the requested route."""
         failure = self.failure(error, request_id, logging.DEBUG if is_probe(scope["path"]) else logging.WARNING)
+        return self.response_to(failure, request_id, scope)
+
+    def response_to(self, failure: Failure, request_id: str, scope: Scope) -> Response:
+        """Return the response of a failure in the dialect of the requested route."""
         body = failure.body(error_dialect(scope["path"]), request_id)
         return Response(body, failure.status, failure.headers, "application/json")
 

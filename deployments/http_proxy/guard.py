@@ -18,6 +18,7 @@ from deployments.http.unread_bodies import UnreadBodies
 from deployments.http_proxy.protocol import use_guarded_protocol
 from deployments.http_proxy.routes import ServeRoutes
 from deployments.serve_log import join_serve_log
+from deployments.timeline import ARRIVED_HEADER, arrival_header
 from engine import retry_after
 from engine.protocol import OrchardError, Unavailable
 
@@ -77,6 +78,7 @@ class ProxyGuard:
         request_id = request_id_of(scope)
         headers = MutableHeaders(scope=scope)
         headers["x-request-id"] = request_id
+        headers[ARRIVED_HEADER] = arrival_header()
         del headers["x-request-disconnect-disabled"]  # a disconnected client must not keep its rows
         scope["extensions"] = {**scope.get("extensions", {}), EXTENSION: self._state.limits.to_json()}
         exchange = Exchange(self._state, request_id, receive, send)

@@ -18,9 +18,11 @@ from deployments import ingress
 from deployments.args import AppArgs
 from deployments.http.app import create_app
 from deployments.http.config import HttpConfig
+from deployments.http_figures import HttpFigures
 from deployments.in_flight import InFlight
 from deployments.ingress import Ingress, TextGeneration, answer_rules, engine_node_ids, left_open
 from deployments.protocol import ChatRequest, EngineAnswer, Route, SpecPrefillReport, TextDelta, Tool
+from deployments.timeline import Timelines
 from engine.processing.answer_parser import AnswerRules
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer import ChatTokenizer
@@ -223,6 +225,8 @@ class EngineBackend:
     def __init__(self, chunks: list[TokenChunk]):
         self._chunks = chunks
         self.in_flight = InFlight(lambda: 128, max_choices=128)
+        self.timelines = Timelines()
+        self.figures = HttpFigures()
         self.max_context_tokens = 100
 
     async def start(self, request: ChatRequest, route: Route) -> TextGeneration:

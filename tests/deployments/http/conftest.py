@@ -12,8 +12,13 @@ from fastapi import FastAPI
 
 from deployments.http.app import create_app
 from deployments.http.config import HttpConfig
+from deployments.http_figures import HttpFigures
 from deployments.in_flight import InFlight
+from deployments.metrics.catalog import METRICS
+from deployments.metrics.node_figures import IngressFigures, NodeFigures
+from deployments.metrics.text_format import text_of
 from deployments.protocol import ChatRequest, Embeddings, EmbedRequest, Route, SpecPrefillReport, TextDelta
+from deployments.timeline import RequestTimeline, Timelines
 from engine.protocol import InvalidRequest
 
 
@@ -61,6 +66,11 @@ class FakeBackend:
         self.num_entries = 4
         self.capacity = 256
         self.in_flight = InFlight(lambda: self.capacity, max_choices=128)
+        self.timelines = Timelines()
+        self.figures = HttpFigures()
+
+    async def timeline(self, id: str) -> RequestTimeline | None:
+        return self.timelines.find(id)
 
     async def start(self, request: ChatRequest, route: Route) -> FakeGeneration:
         self.requests.append((request, route))
@@ -111,6 +121,11 @@ class FakeBackend:
 
     async def status(self) -> dict[str, Any]:
         return {"num_running": 3}
+
+    async def metrics(self, shows_names: bool) -> bytes:
+        """Those of a node whose engine does not answer."""
+        http = self.figures if shows_names else self.figures.without_names()
+        return text_of(METRICS, NodeFigures(model=self.model_name, ingress=IngressFigures(http=http)))
 
     async def cache_status(self) -> dict[str, Any]:
         return {"totals": {"entries": self.num_entries}}

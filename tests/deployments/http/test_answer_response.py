@@ -175,7 +175,7 @@ def test_the_line_of_a_client_that_leaves_says_what_was_done(connect, backend, c
     caplog.set_level("INFO", "orchard.http")
     asyncio.run(talk())
     (said,) = [message for message in caplog.messages if "disconnected" in message]
-    assert said.startswith("request ") and said.endswith(f": the client disconnected {LEFT[phase]}")
+    assert said.startswith("request ") and said.endswith(f"; the client disconnected {LEFT[phase]}")
 
 
 def test_failure_to_close_a_generation_is_logged_and_leaves_the_answer_intact(chat, backend, caplog):

@@ -1,0 +1,122 @@
+"""All metrics: well-formed names, bounded labels, and a text that Prometheus's own parser reads."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from deployments.http_figures import HttpFigures, KeyUsage
+from deployments.metrics.catalog import METRICS
+from deployments.metrics.metric import Metric
+from deployments.metrics.node_figures import IngressFigures, NodeFigures, SparsePlans
+from deployments.metrics.text_format import text_of
+from deployments.metrics.vllm_metrics import PROPOSERS, row_memory_share
+from engine.core.request_figures import RequestFigures
+from engine.core.spec_prefill.plan import ScorerStatus
+from engine.figures import EngineFigures
+from engine.histogram import Histogram
+from engine.protocol import EngineStatus
+
+UNITS = {"bytes": "_bytes", "seconds": "_seconds"}
+"""What a name contains."""
+
+ACCOUNTS = {
+    f"{name}_bytes": 10
+    for name in ("weights", "row", "prefill", "transient", "prefix_cache", "image_cache", "unaccounted", "free")
+}
+FILES = ("written", "read", "dropped", "torn", "missing", "orphans", "evicted", "errors")
+
+
+def full_node(model: str = "demo", key: str = "team") -> NodeFigures:
+    """Figures of which every metric has a sample."""
+    proposer = {"num_rounds": 2, "num_drafted": 6, "num_accepted": 4, "num_watchdog_trips": 1}
+    status = EngineStatus(
+        state="ready",
+        model="x",
+        load_progress=1.0,
+        expected_wait_s=0.5,
+        speculation={name: {**proposer, "acceptance_by_depth": [0.5, None]} for name in PROPOSERS},
+        memory={"active_bytes": 1, "peak_bytes": 2, "mlx_cache_bytes": 3}
+        | {"prefix_cache_bytes": 4, "prefix_cache_max_bytes": 5},
+        admission=ACCOUNTS | {"limit_bytes": 80, "num_underestimates": 0},
+    )
+    disk = {name: 1 for name in ("num_files", "num_bytes", "max_bytes", "read_bytes", "read_us")}
+    engine = EngineFigures(status=status, disk=disk | {f"num_{name}": 1 for name in FILES})
+    http = HttpFigures(usage={key: KeyUsage(1, 7, 5, 4)})
+    http.responses["chat", 200] += 1
+    http.failed(429, "overloaded", "max_queue")
+    return NodeFigures(
+        model=model,
+        engine=engine,
+        sparse_plans={"text": SparsePlans(num_sparse=1, dense={"cached": 2})},
+        scorer=ScorerStatus(state="ready", draft_model="y"),
+        ingress=IngressFigures(http=http),
+    )
+
+
+def test_names_are_unique_and_well_formed():
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+    shown = [name.replace(":", "_") for name in names]
+    assert len(set(shown)) == len(shown), "Ray's names"
+    for metric in METRICS:
+        assert re.fullmatch(r"(vllm|orchard):[a-z][a-z0-9_]*", metric.name)
+        assert not (metric.kind == "counter" and metric.name.endswith("_total")), metric.name
+        assert all(re.fullmatch("[a-z][a-z_]*", label) for label in metric.labels)
+        assert metric.help.endswith(".")
+        assert UNITS.get(metric.unit, "") in metric.name
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_samples_fit_the_kind_and_the_labels(metric: Metric):
+    samples = list(metric.read(full_node()))
+    assert samples
+    for values, value in samples:
+        assert len(values) == len(metric.labels)
+        assert isinstance(value, Histogram) == (metric.kind == "histogram")
+    assert len({values for values, _ in samples}) == len(samples)
+    assert not list(metric.read(NodeFigures(model="demo"))), "nothing is shown of replicas that do not answer"
+
+
+def test_the_text_has_what_was_read():
+    node = full_node(model='a "model"\\n', key='the "first" key')
+    families = {family.name: family for family in text_string_to_metric_families(text_of(METRICS, node).decode())}
+    assert set(families) == {metric.name for metric in METRICS}
+    for metric in METRICS:
+        family = families[metric.name]
+        assert family.type == metric.kind
+        assert all(sample.labels["model_name"] == node.model for sample in family.samples)
+        assert all(("engine" in sample.labels) == metric.name.startswith("vllm:") for sample in family.samples)
+        if metric.kind == "histogram":
+            continue
+        found = {tuple(sample.labels[label] for label in metric.labels): sample.value for sample in family.samples}
+        assert found == {values: value for values, value in metric.read(node)}
+
+
+def test_histograms_are_cumulative():
+    requests = RequestFigures()
+    for value in (0.0005, 0.001, 0.3, 0.7, 5000):
+        requests.first_token_s.observe(value)
+    node = full_node()
+    assert node.engine is not None
+    text = text_of(METRICS, replace(node, engine=replace(node.engine, requests=requests))).decode()
+    family = {one.name: one for one in text_string_to_metric_families(text)}["vllm:time_to_first_token_seconds"]
+    buckets = {s.labels["le"]: s.value for s in family.samples if s.name.endswith("_bucket")}
+    assert (buckets["0.001"], buckets["0.25"], buckets["0.5"], buckets["2560.0"], buckets["+Inf"]) == (2, 2, 3, 4, 5)
+    values = {s.name.removeprefix(family.name): s.value for s in family.samples if "le" not in s.labels}
+    assert values == {"_count": 5, "_sum": pytest.approx(5001.0015)}
+
+
+@pytest.mark.parametrize(
+    ("accounts", "share"),
+    [
+        ({"row_bytes": 30, "prefill_bytes": 0}, 0.5),
+        ({"row_bytes": 0, "prefill_bytes": 0}, 0),
+        ({"row_bytes": 60, "prefill_bytes": 10, "free_bytes": -40}, 1),
+        ({"row_bytes": 0, "prefill_bytes": 0, "free_bytes": -40}, 1),
+    ],
+)
+def test_memory_of_rows_is_a_share_of_all_that_rows_could_have(accounts: dict[str, int], share: float):
+    status = EngineStatus(state="ready", model="x", load_progress=1.0, admission=ACCOUNTS | accounts)
+    assert row_memory_share(EngineFigures(status=status)) == share
