@@ -12,8 +12,8 @@ from engine.protocol import Cancelled, InvalidRequest, Overloaded, ScoringTooSlo
 PROBES = ("/health", "/health/live", "/health/ready", "/ping")
 """Routes that load balancers ask every few seconds."""
 
-QUESTIONS = ("status", "status_here", "/v1/status")
-"""Methods of replicas that `/v1/status` and the probes call, as Serve's access log names them."""
+QUESTIONS = ("status", "status_here", "figures", "/v1/status", "/metrics")
+"""Methods of replicas that `/v1/status`, `/metrics` and the probes call, as Serve's access log names them."""
 
 SCALING = ("Upscaling ", "Downscaling ", "Instantiating class-callable autoscaling policy")
 """Begin of lines about autoscaling in the controller that `autoscaling_state.py` does not log."""

@@ -174,7 +174,7 @@ def test_shutdown_timeouts_of_serve_are_longer_than_the_drain_timeout():
         engine = deployments["ModelReplica"]
         until_killed_s = engine._deployment_config.graceful_shutdown_timeout_s
         # the ingress has told the clients before the engine does, and Serve kills neither meanwhile
-        assert drain_timeout_s + 2 < engine.init_args[-1] < until_killed_s - 10
+        assert drain_timeout_s + 2 < engine.init_args[1] < until_killed_s - 10
     assert AppArgs().drain_timeout_s == DRAIN_TIMEOUT_S
 
 
