@@ -85,7 +85,7 @@ def _datasource() -> dict[str, Any]:
         "query": "prometheus",
         "hide": 2,  # label and value
         "refresh": 1,
-        "current": {},
+        "current": {"selected": False},
     }
 
 
@@ -151,7 +151,6 @@ def _panel(panel: Panel) -> dict[str, Any]:
         "targets": [
             {
                 "refId": chr(ord("A") + i),
-                "datasource": DATASOURCE,
                 "expr": query.expr,
                 "legendFormat": query.legend,
                 **({"instant": True, "range": False} if panel.style == "total" else {}),
