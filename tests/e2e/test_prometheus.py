@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from deployments.metrics.dashboard import queries
+from deployments.serve_run.prometheus_config import ScrapeTarget, prometheus_config
 from tests.e2e.pictures import about, image_part, shape
 from tests.e2e.prometheus import Prometheus, as_grafana_asks, find, prometheus
 from tests.e2e.server import ROOT, SHIPPED_CONFIG, Server
@@ -223,3 +224,20 @@ def test_the_command_finds_prometheus_and_misses_only_grafana(scraped: Scraped):
 def test_exceptions_are_names_that_the_dashboards_ask_for(scraped: Scraped):
     for file, names in (("orchard", NO_DATA), ("serve_llm", NO_DATA_OF_RAY)):
         assert not [name for name in names if name not in scraped.dashboard(file)]
+
+
+def test_each_node_of_ray_is_scraped_once_where_the_server_listens_on_all_addresses(tmp_path: Path):
+    """Ray's file has several ports of the head node; here nothing answers on them."""
+    discovery = tmp_path / "discovery.json"
+    discovery.write_text(
+        '[{"labels": {"job": "ray"}, "targets": ["127.0.0.1:11", "127.0.0.1:12", "127.0.0.2:11", "[::1]:11"]}]'
+    )
+    target = ScrapeTarget("http", "127.0.0.1", 9, "/metrics", needs_key=False, is_on_all_nodes=True)
+    config = tmp_path / "prometheus.yml"
+    config.write_text(prometheus_config(target, tmp_path / "orchard.key", discovery))
+    with prometheus(config, tmp_path) as running:
+        until(lambda: bool(running.targets()))
+        jobs = running.targets()
+    urls = [target["scrapeUrl"] for target in jobs["orchard"]]
+    assert sorted(urls) == [f"http://{host}:9/metrics" for host in ("127.0.0.1", "127.0.0.2", "[::1]")]
+    assert len(jobs["ray"]) == 4
