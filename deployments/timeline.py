@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from engine.timeline import Compiling, Decoded, Phase, Prefilled, Queued, RowTimeline
@@ -132,14 +132,18 @@ class RequestTimeline:
         at = max((i for i, one in enumerate(self._stretches) if one.name == ENGINE), default=None)
         if at is None or not self.rows:
             return list(self._stretches)
-        phases = [_shown(phase) for phase in self.rows[0].phases]
-        rest_s = self._stretches[at].seconds - sum(one.seconds for one in phases)
-        return [*self._stretches[:at], *phases, Stretch("return", rest_s), *self._stretches[at + 1 :]]
+        phases, left_s = list[Stretch](), self._stretches[at].seconds
+        for phase in self.rows[0].phases:
+            shown = _shown(phase)
+            shown.seconds = min(shown.seconds, left_s)  # it may have gone on after the request was cancelled here
+            left_s -= shown.seconds
+            phases.append(shown)
+        return [*self._stretches[:at], *phases, Stretch("return", left_s), *self._stretches[at + 1 :]]
 
 
 def _shown(phase: Phase) -> Stretch:
     """Convert a phase of the engine to a stretch."""
-    facts = asdict(phase)
+    facts = {one.name: getattr(phase, one.name) for one in fields(phase)}
     seconds = facts.pop("seconds")
     match phase:
         case Compiling():
@@ -147,7 +151,6 @@ def _shown(phase: Phase) -> Stretch:
         case Queued():
             return Stretch("queue" if phase.preempted_by is None else "preempted", seconds, facts)
         case Prefilled():
-            del facts["miss"]
             return Stretch("prefill", seconds, facts | {"others_s": phase.others_s})
         case Decoded():
             return Stretch("decode", seconds, facts)

@@ -4,7 +4,8 @@ from typing import Any
 
 from deployments.http.cache import explanation
 from deployments.timeline import RequestTimeline, Stretch, sum_by_name
-from engine.timeline import Decoded, Phase, Prefilled, Queued
+from engine.cache_miss import CacheMiss
+from engine.timeline import Decoded, EncodedImage, Phase, Prefilled, Queued
 
 TIMING_HEADER = "X-Orchard-Timing"
 """Response header of whole answers, with the milliseconds of each stretch in the syntax of Server-Timing."""
@@ -143,8 +144,22 @@ def _prefilled(phase: Prefilled) -> str:
 
 
 def _phase(one: Stretch) -> dict[str, Any]:
-    facts = {name: _rounded(value) if isinstance(value, float) else value for name, value in one.facts.items()}
-    return {"name": one.name, "seconds": _rounded(one.seconds), **facts}
+    return {"name": one.name, "seconds": _rounded(one.seconds)} | {
+        name: _told(fact) for name, fact in one.facts.items()
+    }
+
+
+def _told(fact: Any) -> Any:
+    match fact:
+        case float():
+            return _rounded(fact)
+        case CacheMiss():
+            return explanation(fact)
+        case EncodedImage():
+            return {"num_patches": fact.num_patches, "seconds": _rounded(fact.seconds)}
+        case list():
+            return [_told(one) for one in fact]
+    return fact
 
 
 def _rounded(seconds: float | None) -> float | None:

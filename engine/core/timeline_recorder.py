@@ -43,6 +43,7 @@ class TimelineRecorder:
         self._arrived_s = self._began_s = arrived_s
         self._phases: list[Phase] = [Compiling(has_grammar=has_grammar)]
         self._phase: Phase = self._phases[0]
+        self._decoded: Decoded | None = None  # the last phase of this kind: a step may end after a preemption
         self._stall_base_s = 0.0
 
     def queued(self, now: float, crowd: Crowd, preempted_by: PreemptionReason | None = None) -> None:
@@ -90,7 +91,8 @@ class TimelineRecorder:
 
     def joined(self, now: float, prefill_s: float) -> None:
         """Begin to decode. prefill_s: seconds that the engine has spent on prompts so far."""
-        self._begin(now, Decoded())
+        self._decoded = Decoded()
+        self._begin(now, self._decoded)
         self._stall_base_s = prefill_s
 
     def token(self, now: float) -> float | None:
@@ -104,7 +106,7 @@ class TimelineRecorder:
 
     def stepped(self, num_tokens: int, num_drafted: int, num_accepted: int, prefill_s: float) -> None:
         """Add a decode step. prefill_s: see `joined`."""
-        if isinstance(phase := self._phase, Decoded):
+        if (phase := self._decoded) is not None:
             phase.num_steps += 1
             phase.num_tokens += num_tokens
             phase.num_drafted += num_drafted
