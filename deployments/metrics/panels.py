@@ -94,7 +94,7 @@ ENGINE = Row(
             "Queue",
             (value("vllm:num_requests_waiting", legend="queued"), value("orchard:in_flight_choices", legend="open")),
             style="area",
-            text="`queued` counts requests, `open` counts choices, from the parsing of a request to the end of its answer.",
+            text="`queued` counts requests; `open` counts choices, from the parsing of a request to its last token.",
         ),
         Panel(
             "Time in the queue",
