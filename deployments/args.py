@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_
 from deployments.http.config import HttpConfig
 from deployments.http.errors import is_tag
 from deployments.http.openai.tool_wire import Tools, check_tools
+from deployments.tracing import TracingConfig, why_not
 from engine.config import EngineConfig, Frozen, MediaConfig, SpecPrefillConfig
 from engine.demo import has_tokenizer_of_demo
 from engine.protocol import InvalidRequest
@@ -55,6 +56,7 @@ class AppArgs(Frozen):
         default_factory=lambda: MediaConfig(), description="limits on the images and videos of a request"
     )
     http: HttpConfig = Field(default_factory=lambda: HttpConfig(), description="limits, keys and rules of the HTTP API")
+    tracing: TracingConfig = Field(default_factory=lambda: TracingConfig(), description="traces of requests")
     drain_timeout_s: float = Field(
         default=DRAIN_TIMEOUT_S,
         ge=0,
@@ -119,6 +121,10 @@ class AppArgs(Frozen):
 
     def _other_mistakes(self) -> list[str]:
         mistakes = []
+        if self.tracing.endpoint is not None and (reason := why_not()) is not None:
+            mistakes.append(f"tracing.endpoint: {reason}")
+        if self.tracing.endpoint is None and self.tracing.changed():
+            mistakes.append(f"tracing.{self.tracing.changed()[0]}: has no effect, as tracing.endpoint is null")
         if self.http.needs_key and self.http.open:
             mistakes.append(
                 "http.open: has no effect, as http.api_keys, http.api_keys_file or http.api_keys_env is set and every "

@@ -251,6 +251,7 @@ class EngineClient:
             timeline.lap("place")
             plan = await self._plan(request, route, slot, attempt)
             timeline.lap("plan", **_planned(plan))
+            timeline.asked = _asked(plan.request)
             attempt.stage = "engine"
             engine_request, plan = plan.request, replace(plan, request=plan.request.without_pixels())
             engine_request = replace(engine_request, spent_s=timeline.spent_s)
@@ -323,6 +324,17 @@ def _planned(plan: Plan) -> dict[str, Any]:
     if plan.spec_prefill is not None:
         facts |= {"num_scored": plan.spec_prefill.num_scored, "dense_because": plan.spec_prefill.dense_because}
     return facts | {f"{name}_s": seconds for name, seconds in plan.seconds.items()}
+
+
+def _asked(request: EngineRequest) -> dict[str, float]:
+    """Return the sampling parameters of a request, by their names in OpenTelemetry's conventions."""
+    sampling = request.sampling
+    return {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "choice.count": request.num_choices,
+    }
 
 
 def failure_of(chunk: TokenChunk, request: EngineRequest) -> OrchardError | None:

@@ -39,6 +39,7 @@ from deployments.ray_internals import listen_on_node_address
 from deployments.replica_calls import ask_replicas
 from deployments.serve_log import join_serve_log
 from deployments.timeline import RequestTimeline, Timelines
+from deployments.tracing import Tracing
 from engine.processing.answer_parser import NOTHING, AnswerParser, AnswerRules
 from engine.processing.checkpoint import media_kinds, read_config, resolve_checkpoint
 from engine.processing.context import choose_context
@@ -183,7 +184,8 @@ class Ingress:
             max_share_per_address=http.max_share_per_address,
         )
         self.figures = HttpFigures()
-        self.timelines = Timelines()
+        self._tracing = Tracing(args.tracing, args.model_name) if args.tracing.endpoint is not None else None
+        self.timelines = Timelines(listener=None if self._tracing is None else self._tracing.send)
         self._http = http
         if in_replica() and not is_guarded():
             log.warning("Serve's HTTP proxies run without Orchard's middleware: %s is %r", HOOK, os.environ.get(HOOK))
@@ -296,6 +298,8 @@ class Ingress:
         draining = "draining: %d choices are in flight and get up to %g s to finish"
         log.info(draining, num_in_flight, self._drain_timeout_s)
         await self.in_flight.drain(self._drain_timeout_s)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
         log.info("drained")
 
     async def status_here(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 A timeline has no text of a prompt or an answer. Its stretches follow one another without gaps.
 """
 
+import logging
 import socket
 import time
 from collections import OrderedDict
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from engine.timeline import Compiling, Decoded, Phase, Prefilled, Queued, RowTimeline
+
+log = logging.getLogger("orchard.http")
 
 Outcome = Literal["answered", "refused", "cancelled", "disconnected", "failed"]
 
@@ -27,6 +30,9 @@ MAX_PROXY_S = 60.0
 
 ARRIVED_HEADER = "x-orchard-arrived"
 """Header with which the HTTP proxy tells the ingress when the request arrived: its host and monotonic seconds."""
+
+TRACE_HEADERS = ("traceparent", "tracestate")
+"""Headers of W3C's trace context."""
 
 ENGINE = "engine"
 """The stretch in which the ingress waits for the engine."""
@@ -57,6 +63,8 @@ class RequestTimeline:
         node_id: The engine's node; '' before it is chosen.
         first_token_s: Seconds until the first token; None without any.
         usage: Tokens of the answer by kind, as far as they are known.
+        asked: Sampling parameters that are known once the request is planned.
+        trace_context: Headers of the request that name the trace that it belongs to.
         note: What else happened; '' if nothing.
         rows: The engine's timelines of the choices that have ended, the longest first.
     """
@@ -75,6 +83,8 @@ class RequestTimeline:
         self.answer_id = self.node_id = ""
         self.first_token_s: float | None = None
         self.usage: dict[str, int] = {}
+        self.asked: dict[str, float] = {}
+        self.trace_context: dict[str, str] = {}
         self.rows: tuple[RowTimeline, ...] = ()
         self.outcome: Outcome | None = None
         self.status = 0
@@ -157,9 +167,15 @@ def _shown(phase: Phase) -> Stretch:
 
 
 class Timelines:
-    """The last finished timelines of one ingress, by X-Request-ID and by the answer's id. Bounded by MAX_KEPT."""
+    """The last finished timelines of one ingress, by X-Request-ID and by the answer's id.
 
-    def __init__(self, max_kept: int = MAX_KEPT):
+    Args:
+        max_kept: How many.
+        listener: Receives each of them; what it raises is logged.
+    """
+
+    def __init__(self, max_kept: int = MAX_KEPT, listener: Callable[[RequestTimeline], None] | None = None):
+        self._listener = listener
         self.max_kept = max_kept
         self._kept: OrderedDict[int, RequestTimeline] = OrderedDict()
         self._num_kept = 0
@@ -169,6 +185,12 @@ class Timelines:
         self._kept[self._num_kept] = timeline
         if len(self._kept) > self.max_kept:
             self._kept.popitem(last=False)
+        if self._listener is None:
+            return
+        try:
+            self._listener(timeline)
+        except Exception:
+            log.exception("the timeline of request %s could not be passed on", timeline.request_id)
 
     def find(self, id: str) -> RequestTimeline | None:
         """Return the newest timeline with this id; None without one."""

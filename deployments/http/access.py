@@ -21,7 +21,9 @@ OPEN_PATHS = ("/health/live", *READY_PATHS)
 """Routes without checks: load balancers call them without a key, and some with a foreign Host header."""
 
 _CORS_METHODS = "GET, POST, DELETE"
-_CORS_EXPOSED = ", ".join(("x-request-id", "request-id", "retry-after", "x-orchard-ignored", "x-orchard-timing", *HEADER_NAMES))
+_CORS_EXPOSED = ", ".join(
+    ("x-request-id", "request-id", "retry-after", "x-orchard-ignored", "x-orchard-timing", *HEADER_NAMES)
+)
 _CORS_MAX_AGE_S = "600"
 
 

@@ -29,7 +29,7 @@ from deployments.http.timing import TIMING_HEADER, server_timing, told
 from deployments.http_figures import KeyUsage
 from deployments.in_flight import InFlightRequest
 from deployments.protocol import Generation
-from deployments.timeline import ARRIVED_HEADER, RequestTimeline, arrived_s, current, use
+from deployments.timeline import ARRIVED_HEADER, TRACE_HEADERS, RequestTimeline, arrived_s, current, use
 from engine.protocol import OrchardError
 
 logger = logging.getLogger("orchard.http")
@@ -85,8 +85,9 @@ class AnswerResponse(Response):
         self._so_far: Answer | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrival, key = Headers(scope=scope).get(ARRIVED_HEADER), scope["state"]["key"]
-        timeline = RequestTimeline(self._request_id, scope["path"], key.name, arrived_s(arrival))
+        headers, key = Headers(scope=scope), scope["state"]["key"]
+        timeline = RequestTimeline(self._request_id, scope["path"], key.name, arrived_s(headers.get(ARRIVED_HEADER)))
+        timeline.trace_context = {name: headers[name] for name in TRACE_HEADERS if name in headers}
         use(timeline)
         try:
             await self._serve(scope, receive, send, timeline)

@@ -3,14 +3,11 @@
 import asyncio
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import httpx
 import pytest
-import yaml
 
-from deployments.args import AppArgs
 from deployments.timeline import (
     MAX_KEPT,
     MAX_STRETCHES,
@@ -19,13 +16,12 @@ from deployments.timeline import (
     arrival_header,
     arrived_s,
 )
-from tests.deployments.faulty_graph import PICTURE, WORDS, Graph
-from tests.e2e.server import SHIPPED_CONFIG
+from tests.deployments.demo_graph import Body, DemoGraph, assert_sums
+from tests.deployments.faulty_graph import PICTURE, WORDS
 from tests.support.clock import Clock
 from tests.support.fake_runner import until
 from tests.support.faults import Failing
 
-Body = dict[str, Any]
 ENGINE_PHASES = ["handover", "queue", "prefill", "decode"]
 AROUND = ["body", "parse", "place", "plan"]
 LONG_SCHEMA = {
@@ -34,71 +30,6 @@ LONG_SCHEMA = {
     "required": [f"field{i}" for i in range(20)],
     "additionalProperties": False,
 }
-
-
-class House:
-    """A graph with the demo model, a client on the same machine, and what it saw."""
-
-    def __init__(self, **engine: Any):
-        given = yaml.safe_load(SHIPPED_CONFIG.read_text())["applications"][0]["args"]
-        given["engine"] |= {"memory": {"min_available_gb": 0}, **engine}
-        self._patch = pytest.MonkeyPatch()
-        self._loop = asyncio.Runner()
-        self.graph = Graph(AppArgs.model_validate(given), self._patch)
-        self._loop.run(self.graph.start())
-        transport = httpx.ASGITransport(self.graph.app, client=("127.0.0.1", 1))
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=120)
-
-    def run(self, test: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        return self._loop.run(test())
-
-    def close(self) -> None:
-        self._loop.run(self.http.aclose())
-        self._loop.run(self.graph.close())
-        self._loop.close()
-        self._patch.undo()
-
-    async def ask(self, id: str, content: Any, **more: Any) -> tuple[httpx.Response, float]:
-        """Return the answer, and the seconds that the client measured."""
-        messages = (
-            content if isinstance(content, list) and "role" in content[0] else [{"role": "user", "content": content}]
-        )
-        body = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 8, **more}
-        began_s = time.monotonic()
-        answer = await self.http.post("/v1/chat/completions", json=body, headers={"x-request-id": id})
-        return answer, time.monotonic() - began_s
-
-    async def timeline(self, id: str) -> Body:
-        answer = await self.http.get(f"/v1/requests/{id}")
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    async def told(self, id: str, content: Any, **more: Any) -> Body:
-        """Ask, and return the timeline, which must agree with what the client saw."""
-        answer, seconds = await self.ask(id, content, **more)
-        told = await self.timeline(id)
-        assert_sums(told, seconds)
-        assert told["status"] == answer.status_code
-        return told
-
-    async def is_decoding(self) -> None:
-        await until(lambda: self.graph.engine.status().num_output_tokens > self.before + 2, 60.0)
-
-    @property
-    def before(self) -> int:
-        return self._before
-
-    def note(self) -> None:
-        self._before = self.graph.engine.status().num_output_tokens
-
-
-def assert_sums(told: Body, seconds: float) -> None:
-    """The phases fill the time that the client measured; a busy machine may take a moment around it."""
-    total = sum(phase["seconds"] for phase in told["phases"])
-    assert total == pytest.approx(told["seconds"], abs=1e-4)
-    assert all(phase["seconds"] >= -1e-4 for phase in told["phases"]), told["phases"]
-    assert told["seconds"] <= seconds
-    assert seconds - told["seconds"] < 0.1 + 0.1 * seconds
 
 
 def names(told: Body) -> list[str]:
@@ -110,21 +41,21 @@ def phase(told: Body, name: str) -> Body:
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
-    house = House()
+def house() -> Iterator[DemoGraph]:
+    house = DemoGraph()
     yield house
     house.close()
 
 
 @pytest.fixture(scope="module")
-def narrow() -> Iterator[House]:
+def narrow() -> Iterator[DemoGraph]:
     """One row at a time; a more urgent request takes its place."""
-    house = House(max_running=1, scheduler={"policy": "priority"}, prefix_cache={"enabled": False})
+    house = DemoGraph(max_running=1, scheduler={"policy": "priority"}, prefix_cache={"enabled": False})
     yield house
     house.close()
 
 
-def test_a_plain_answer(house: House):
+def test_a_plain_answer(house: DemoGraph):
     async def test():
         answer, seconds = await house.ask("plain", "What is 12 + 30?")
         told = await house.timeline("plain")
@@ -144,7 +75,7 @@ def test_a_plain_answer(house: House):
     house.run(test)
 
 
-def test_a_stream_has_the_same_phases_and_no_header(house: House):
+def test_a_stream_has_the_same_phases_and_no_header(house: DemoGraph):
     async def test():
         answer, seconds = await house.ask("stream", "What is 7 + 5?", stream=True)
         told = await house.timeline("stream")
@@ -155,7 +86,7 @@ def test_a_stream_has_the_same_phases_and_no_header(house: House):
     house.run(test)
 
 
-def test_each_choice_has_its_own_entry_and_the_longest_tells_the_phases(house: House):
+def test_each_choice_has_its_own_entry_and_the_longest_tells_the_phases(house: DemoGraph):
     async def test():
         told = await house.told("choices", "Say something", n=3, temperature=1, seed=3, max_tokens=12)
         assert [one["index"] for one in told["choices"]] == [0, 1, 2]
@@ -164,7 +95,7 @@ def test_each_choice_has_its_own_entry_and_the_longest_tells_the_phases(house: H
     house.run(test)
 
 
-def test_a_cached_prefix_and_an_edited_system_prompt(house: House):
+def test_a_cached_prefix_and_an_edited_system_prompt(house: DemoGraph):
     async def test():
         system = {"role": "system", "content": WORDS * 12}
         first = await house.told("first", [system, {"role": "user", "content": "Hello"}])
@@ -180,7 +111,7 @@ def test_a_cached_prefix_and_an_edited_system_prompt(house: House):
     house.run(test)
 
 
-def test_a_sparse_prompt(house: House):
+def test_a_sparse_prompt(house: DemoGraph):
     async def test():
         told = await house.told("sparse", WORDS * 40, specprefill=True)
         plan = phase(told, "plan")
@@ -192,7 +123,7 @@ def test_a_sparse_prompt(house: House):
     house.run(test)
 
 
-def test_an_image(house: House):
+def test_an_image(house: DemoGraph):
     async def test():
         told = await house.told("image", PICTURE)
         assert phase(told, "plan")["num_images"] == 1 and phase(told, "plan")["images_s"] > 0
@@ -202,7 +133,7 @@ def test_an_image(house: House):
     house.run(test)
 
 
-def test_a_grammar(house: House):
+def test_a_grammar(house: DemoGraph):
     async def test():
         form = {"type": "json_schema", "json_schema": {"name": "form", "schema": LONG_SCHEMA}}
         told = await house.told("grammar", "Fill in the form", response_format=form)
@@ -211,7 +142,7 @@ def test_a_grammar(house: House):
     house.run(test)
 
 
-def test_a_refused_request(house: House):
+def test_a_refused_request(house: DemoGraph):
     async def test():
         told = await house.told("refused", "Hi", temperature=7)
         assert (told["outcome"], told["status"]) == ("refused", 400) and told["error"]
@@ -224,7 +155,7 @@ def test_a_refused_request(house: House):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_cancelled_request_tells_what_the_engine_did(house: House, stream: bool):
+def test_a_cancelled_request_tells_what_the_engine_did(house: DemoGraph, stream: bool):
     async def test():
         id = f"cancelled {stream}".replace(" ", "-")
         house.note()
@@ -244,7 +175,7 @@ def test_a_cancelled_request_tells_what_the_engine_did(house: House, stream: boo
     house.run(test)
 
 
-def test_a_failed_step(house: House):
+def test_a_failed_step(house: DemoGraph):
     async def test():
         house.graph.faults.arm("decode", Failing())
         told = await house.told("failed", "Tell me everything", max_tokens=50, ignore_eos=True)
@@ -255,7 +186,7 @@ def test_a_failed_step(house: House):
     house.run(test)
 
 
-def test_a_request_behind_others_names_what_it_waited_for(narrow: House):
+def test_a_request_behind_others_names_what_it_waited_for(narrow: DemoGraph):
     async def test():
         narrow.note()
         ahead = asyncio.ensure_future(narrow.ask("ahead", "Tell me everything", max_tokens=500, ignore_eos=True))
@@ -272,7 +203,7 @@ def test_a_request_behind_others_names_what_it_waited_for(narrow: House):
     narrow.run(test)
 
 
-def test_a_short_prompt_behind_a_long_one_names_it(narrow: House):
+def test_a_short_prompt_behind_a_long_one_names_it(narrow: DemoGraph):
     async def test():
         long = asyncio.ensure_future(narrow.ask("long", WORDS * 300, max_tokens=1, specprefill=False))
         await until(lambda: narrow.graph.engine.status().num_running == 1, 60.0)
@@ -285,7 +216,7 @@ def test_a_short_prompt_behind_a_long_one_names_it(narrow: House):
     narrow.run(test)
 
 
-def test_a_preempted_request_names_the_reason(narrow: House):
+def test_a_preempted_request_names_the_reason(narrow: DemoGraph):
     async def test():
         narrow.note()
         asking = asyncio.ensure_future(
@@ -304,7 +235,7 @@ def test_a_preempted_request_names_the_reason(narrow: House):
     narrow.run(test)
 
 
-def test_the_list_names_the_slowest_and_the_newest(house: House):
+def test_the_list_names_the_slowest_and_the_newest(house: DemoGraph):
     async def test():
         for i in range(3):
             await house.ask(f"listed-{i}", "Hi", max_tokens=1 + 20 * (i == 1), ignore_eos=True)
@@ -320,7 +251,7 @@ def test_the_list_names_the_slowest_and_the_newest(house: House):
     house.run(test)
 
 
-def test_only_the_machine_itself_and_keys_may_ask(house: House):
+def test_only_the_machine_itself_and_keys_may_ask(house: DemoGraph):
     async def test():
         transport = httpx.ASGITransport(house.graph.app, client=("192.0.2.7", 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as other:
