@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -11,12 +12,16 @@ from deployments.metrics.node_figures import NodeFigures, SparsePlans
 from deployments.process import node_id
 from deployments.replica_calls import ask_replicas
 from engine.core.spec_prefill.plan import ScorerStatus
+from engine.figures import EngineFigures
 
 TIMEOUT_S = 2.0
 """Longest wait for a replica; a scrape by Prometheus usually ends after 10 s."""
 
 SHARED_S = 0.5
-"""Scrapes within this time share one call to the replicas."""
+"""Scrapes within this time share one call to the engine."""
+
+RARELY_S = 15.0
+"""Scrapes within this time share one call to each planner and scorer: a call takes 2 to 3 ms of the ingress."""
 
 
 class NodeReplicas:
@@ -40,15 +45,23 @@ class NodeReplicas:
         self._engine = engine
         self._scorer = scorer
         self._planners = dict(planners) if scorer is not None else {}  # they have no figures without sparse prefill
-        self._figures = CachedCall(self._ask_all, SHARED_S)
+        self._engine_figures = CachedCall(self._ask_engine, SHARED_S)
+        self._other_figures = CachedCall(self._ask_others, RARELY_S)
 
     async def figures(self) -> NodeFigures:
-        """Return the figures of this node, at most SHARED_S old, without those of replicas that do not answer."""
-        return await self._figures.get()
+        """Return the figures of this node without those of replicas that do not answer.
 
-    async def _ask_all(self) -> NodeFigures:
-        engine, scorer, *planners = await asyncio.gather(
-            self._ask(self._engine, "figures"),
+        Those of the engine are at most SHARED_S old, others RARELY_S.
+        """
+        engine, others = await asyncio.gather(self._engine_figures.get(), self._other_figures.get())
+        return replace(others, engine=engine)
+
+    async def _ask_engine(self) -> EngineFigures | None:
+        said = await self._ask(self._engine, "figures")
+        return None if said is None else said["figures"]
+
+    async def _ask_others(self) -> NodeFigures:
+        scorer, *planners = await asyncio.gather(
             self._ask(self._scorer, "status"),
             *(self._ask(planner, "status") for planner in self._planners.values()),
         )
@@ -59,7 +72,6 @@ class NodeReplicas:
         }
         return NodeFigures(
             model=self._model,
-            engine=None if engine is None else engine["figures"],
             sparse_plans=plans,
             scorer=None if scorer is None else ScorerStatus(**scorer["scorer"]),
         )
