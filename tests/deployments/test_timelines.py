@@ -181,7 +181,7 @@ def test_a_failed_step(house: DemoGraph):
         told = await house.told("failed", "Tell me everything", max_tokens=50, ignore_eos=True)
         assert (told["outcome"], told["status"]) == ("failed", 503) and told["error"]
         assert told["choices"][0]["finish_reason"] == "error"
-        assert names(told)[-4:-2] == ["prefill", "decode"]
+        assert {"prefill", "decode"} < set(names(told))  # and `retry`, if the first token comes with the failure
 
     house.run(test)
 
