@@ -87,11 +87,13 @@ class Admission:
             return self._queue.first()
         order, policy = self._queue.order()[:MAX_SHORT], self._config.scheduler.policy
         in_progress = self._prefills.in_progress
-        _note_obstacle(order[0], "prompts")
         if policy == "priority" and all(order[0].is_before(prefill.entry) for prefill in in_progress):
             return order[0]
         limit_s = SHORT_PART * min(map(self._prefills.remaining_s, in_progress))
-        return next((entry for entry in order if self._prompt_s(entry, limit_s) <= limit_s), None)
+        chosen = next((entry for entry in order if self._prompt_s(entry, limit_s) <= limit_s), None)
+        if chosen is not order[0]:
+            _note_obstacle(order[0], "prompts")
+        return chosen
 
     def reserve(self, entry: QueueEntry, may_wait: bool = True) -> bool:
         """Reserve memory for a request's rows, evicting snapshots where that suffices.
