@@ -216,12 +216,14 @@ class EngineCore:
         for row in released.completed:
             self.prefix.snapshots.keep_answer(row)
             self._decoded_s = None  # the snapshot must not count as decode time
-        if ended := released.failed | released.aborted:
-            self._publish(ended)
+        if released.failed:
+            self._publish(released.failed)
         for row in released.finished:
             self.budget.release(row.id)
         if rows := released.rows:
             self._drop(rows)
+        if released.aborted:
+            self._publish(released.aborted)
 
     def _snapshot_preempted(self, preempted: Sequence[PreemptedRows]) -> None:
         """Publish what the step in flight gives preempted rows, then snapshot their states."""
