@@ -77,5 +77,6 @@ def test_a_client_that_leaves_has_a_line_that_says_what_was_done(small_server: S
     url = f"{small_server.base_url}/v1/chat/completions"
     with httpx.stream("POST", url, json=body, headers=headers, timeout=120) as response:
         assert next(response.iter_lines())
-    left = r"request \S+: disconnected 499 in .*; the client disconnected after \d+ tokens of its answer; the rest is not generated$"
+    left = r"request \S+: disconnected 499 in .*; the client disconnected after \d+ tokens of its answer; the rest is "
+    left += r"not generated$"
     written(small_server, "replica_orchard_Ingress", line("INFO", "orchard_Ingress", left, LEAVES))
