@@ -46,6 +46,8 @@ class Stretch:
     seconds: float
     facts: dict[str, Any] = field(default_factory=dict)
     """Numbers and names that explain it."""
+    phase: Phase | None = None
+    """The engine's phase that it shows."""
 
 
 class RequestTimeline:
@@ -120,8 +122,9 @@ class RequestTimeline:
             self._stretches.append(Stretch(name, seconds, facts))
 
     def add_row(self, row: RowTimeline) -> None:
-        """Add the engine's timeline of a choice."""
-        self.rows = tuple(sorted([*self.rows, row], key=lambda one: -one.seconds)[:MAX_ROWS])
+        """Add the engine's timeline of a choice. It replaces that of an attempt on another replica."""
+        others = [one for one in self.rows if one.index != row.index]
+        self.rows = tuple(sorted([*others, row], key=lambda one: -one.seconds)[:MAX_ROWS])
 
     def end(self, outcome: Outcome, status: int) -> None:
         """Close the timeline, with the error that was noted instead of this outcome; later calls are ignored."""
@@ -153,17 +156,16 @@ class RequestTimeline:
 
 def _shown(phase: Phase) -> Stretch:
     """Convert a phase of the engine to a stretch."""
-    facts = {one.name: getattr(phase, one.name) for one in fields(phase)}
-    seconds = facts.pop("seconds")
+    facts = {one.name: getattr(phase, one.name) for one in fields(phase) if one.name != "seconds"}
     match phase:
         case Compiling():
-            return Stretch("grammar" if phase.has_grammar else "handover", seconds)
+            return Stretch("grammar" if phase.has_grammar else "handover", phase.seconds, {}, phase)
         case Queued():
-            return Stretch("queue" if phase.preempted_by is None else "preempted", seconds, facts)
+            return Stretch("queue" if phase.preempted_by is None else "preempted", phase.seconds, facts, phase)
         case Prefilled():
-            return Stretch("prefill", seconds, facts | {"others_s": phase.others_s})
+            return Stretch("prefill", phase.seconds, facts | {"others_s": phase.others_s}, phase)
         case Decoded():
-            return Stretch("decode", seconds, facts)
+            return Stretch("decode", phase.seconds, facts, phase)
 
 
 class Timelines:
@@ -209,7 +211,7 @@ _current: ContextVar[RequestTimeline | None] = ContextVar("timeline", default=No
 
 
 def current() -> RequestTimeline:
-    """Return the timeline of the HTTP request that this task serves; without one, a timeline that nobody reads."""
+    """Return the timeline of the HTTP request that this task serves; outside of one, a new one that is not kept."""
     return _current.get() or RequestTimeline("", "")
 
 

@@ -8,7 +8,7 @@ from engine.protocol import CacheCounters, EngineStatus
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFigures:
-    """What an engine has done since its start, and its state now."""
+    """Counts of an engine since its start, and its present state."""
 
     status: EngineStatus
     requests: RequestFigures = field(default_factory=RequestFigures)

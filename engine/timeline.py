@@ -116,3 +116,44 @@ class RowTimeline:
     num_preemptions: int = 0
     spent_s: float = 0.0
     """Seconds before the engine, see EngineRequest."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the choice ended with an answer."""
+        return self.finish_reason in ("stop", "length")
+
+    @property
+    def total_s(self) -> float:
+        """Seconds from the arrival of the HTTP request to the end of the choice."""
+        return self.spent_s + self.seconds
+
+    @property
+    def wait_s(self) -> float | None:
+        """Seconds from the arrival of the HTTP request to the first token; None without any."""
+        return None if self.first_token_s is None else self.spent_s + self.first_token_s
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Seconds after the first token, per other token; None without others."""
+        if self.first_token_s is None or self.last_token_s is None or self.num_tokens < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.num_tokens - 1)
+
+    @property
+    def grammar_s(self) -> float | None:
+        """Seconds until the device thread had the request, its grammar compiled; None without a grammar."""
+        return next((one.seconds for one in self.phases if isinstance(one, Compiling) and one.has_grammar), None)
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds in which the device computed prompts of others between the steps."""
+        return sum(one.stalled_s for one in self.phases if isinstance(one, Decoded))
+
+    @property
+    def num_computed(self) -> int:
+        """Prompt tokens that were neither cached nor skipped."""
+        return self.num_prompt_tokens - self.num_cached - self.num_skipped
+
+    def seconds_in(self, *kinds: type[Phase]) -> float:
+        """Return the seconds in phases of these kinds."""
+        return sum(one.seconds for one in self.phases if isinstance(one, kinds))

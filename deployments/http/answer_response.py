@@ -91,8 +91,11 @@ class AnswerResponse(Response):
         use(timeline)
         try:
             await self._serve(scope, receive, send, timeline)
-        except BaseException:
+        except asyncio.CancelledError:
             timeline.end("disconnected", CLIENT_LEFT)
+            raise
+        except Exception as error:
+            timeline.failed(500, type(error).__name__)
             raise
         finally:
             timeline.end("answered", 200)

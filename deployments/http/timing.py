@@ -5,7 +5,7 @@ from typing import Any
 from deployments.http.cache import explanation
 from deployments.timeline import RequestTimeline, Stretch, sum_by_name
 from engine.cache_miss import CacheMiss
-from engine.timeline import Decoded, EncodedImage, Phase, Prefilled, Queued
+from engine.timeline import Decoded, EncodedImage, Prefilled, Queued
 
 TIMING_HEADER = "X-Orchard-Timing"
 """Response header of whole answers, with the milliseconds of each stretch in the syntax of Server-Timing."""
@@ -78,14 +78,11 @@ def why(timeline: RequestTimeline) -> str:
     if not stretches:
         return "nothing was done"
     longest = max(stretches, key=lambda one: one.seconds)
-    share = f"{longest.seconds:.2f} of {timeline.seconds:.2f} s"
-    row = timeline.rows[0] if timeline.rows else None
-    phase = next((one for one in row.phases if one.seconds == longest.seconds), None) if row is not None else None
-    return f"{share}: {_reason(longest, phase)}"
+    return f"{longest.seconds:.2f} of {timeline.seconds:.2f} s: {_reason(longest)}"
 
 
-def _reason(longest: Stretch, phase: Phase | None) -> str:
-    match phase:
+def _reason(longest: Stretch) -> str:
+    match phase := longest.phase:
         case Queued():
             return _waited(phase)
         case Prefilled():

@@ -9,7 +9,7 @@ from deployments.metrics.reading import Read, engine_value, engine_values, of_re
 from deployments.metrics.vllm_metrics import PROPOSERS, drafts
 from engine.cache_miss import CacheMissReason
 from engine.figures import EngineFigures
-from engine.timeline import Compiling, Decoded, Obstacle, PreemptionReason, RowTimeline
+from engine.timeline import Obstacle, PreemptionReason
 
 ACCOUNTS = ("weights", "row", "prefill", "transient", "prefix_cache", "image_cache", "unaccounted", "free")
 """Accounts of the memory budget, which add up to its limit."""
@@ -68,14 +68,6 @@ def _acceptance(node: NodeFigures) -> Iterable[Sample]:
         for depth, mean in enumerate(speculation.get(name, {}).get("acceptance_by_depth", ()), 1):
             if mean is not None:
                 yield (name, str(depth)), mean
-
-
-def _grammar_s(choice: RowTimeline) -> float | None:
-    return next((one.seconds for one in choice.phases if isinstance(one, Compiling) and one.has_grammar), None)
-
-
-def _stalled_s(choice: RowTimeline) -> float:
-    return sum(phase.stalled_s for phase in choice.phases if isinstance(phase, Decoded))
 
 
 STATE_METRICS = (
@@ -225,7 +217,7 @@ QUEUE_METRICS = (
         "seconds",
         "From the arrival of a request with a grammar in the engine to its queue; the grammar is compiled meanwhile.",
         of_requests(lambda requests: requests.compile_s),
-        of_choice=_grammar_s,
+        of_choice=lambda choice: choice.grammar_s,
     ),
     Metric(
         "orchard:decode_stall_seconds",
@@ -233,7 +225,7 @@ QUEUE_METRICS = (
         "seconds",
         "Per choice: time between its decode steps in which prompts of others were computed.",
         of_requests(lambda requests: requests.stalled_s),
-        of_choice=with_answer(_stalled_s),
+        of_choice=with_answer(lambda choice: choice.stalled_s),
     ),
 )
 

@@ -28,7 +28,7 @@ class Metric:
     kind: Kind
     unit: Unit
     help: str
-    """What it means, in one sentence."""
+    """Its meaning, in one sentence."""
     read: Callable[[NodeFigures], Iterable[Sample]]
     labels: tuple[str, ...] = ()
     """Their values are bounded: never a prompt, an id or an address."""

@@ -10,7 +10,7 @@ from engine.figures import EngineFigures
 
 @dataclass(frozen=True, kw_only=True)
 class SparsePlans:
-    """What a planner has decided about sparse prefill since its start."""
+    """Counts of a planner's decisions about sparse prefill since its start."""
 
     num_sparse: int = 0
     """Prompts with a sparse plan."""

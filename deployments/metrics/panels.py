@@ -33,7 +33,7 @@ class Panel:
 
     @property
     def description(self) -> str:
-        """What the chart and its metrics mean."""
+        """Meaning of the chart and its metrics."""
         metrics = dict.fromkeys(metric for query in self.queries for metric in query.metrics)
         lines = [f"`{metric.name}`: {metric.help}" for metric in metrics]
         return "\n\n".join(filter(None, (self.text, *lines)))

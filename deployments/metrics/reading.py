@@ -8,8 +8,7 @@ from engine.core.request_figures import RequestFigures
 from engine.core.spec_prefill.plan import ScorerStatus
 from engine.figures import EngineFigures
 from engine.histogram import Histogram
-from engine.protocol import FinishReason
-from engine.timeline import Phase, RowTimeline
+from engine.timeline import RowTimeline
 
 Read = Callable[[NodeFigures], Iterable[Sample]]
 OfChoice = Callable[[RowTimeline], float | None]
@@ -52,13 +51,7 @@ def ingress_samples(samples: Callable[[IngressFigures], Iterable[Sample]]) -> Re
 
 def with_answer(value: OfChoice) -> OfChoice:
     """Take the value only of choices with a complete answer, as RequestFigures.ended does."""
-    complete = (FinishReason.STOP, FinishReason.LENGTH)
-    return lambda choice: value(choice) if choice.finish_reason in complete else None
-
-
-def seconds_in(choice: RowTimeline, *kinds: type[Phase]) -> float:
-    """Return the seconds that a choice spent in phases of these kinds."""
-    return sum(phase.seconds for phase in choice.phases if isinstance(phase, kinds))
+    return lambda choice: value(choice) if choice.is_complete else None
 
 
 def _by_label(values: Mapping[str, float]) -> Iterable[Sample]:

@@ -19,10 +19,10 @@ else and are left out:
 from collections.abc import Mapping
 
 from deployments.metrics.metric import Metric
-from deployments.metrics.reading import OfChoice, engine_value, engine_values, of_requests, seconds_in, with_answer
+from deployments.metrics.reading import OfChoice, engine_value, engine_values, of_requests, with_answer
 from engine.figures import EngineFigures
 from engine.protocol import FinishReason
-from engine.timeline import Decoded, Prefilled, Queued, RowTimeline
+from engine.timeline import Decoded, Prefilled, Queued
 
 PROPOSERS = ("mtp", "draft_model", "prompt_lookup")
 
@@ -56,17 +56,6 @@ def _queried_tokens(engine: EngineFigures) -> int:
 
 def _finished(engine: EngineFigures) -> Mapping[str, float]:
     return {reason.value: engine.requests.finished.get(reason, 0) for reason in FINISHED_REASONS}
-
-
-def _first_token_s(choice: RowTimeline) -> float | None:
-    return None if choice.first_token_s is None else choice.spent_s + choice.first_token_s
-
-
-def _per_token_s(choice: RowTimeline) -> float | None:
-    first_s, last_s = choice.first_token_s, choice.last_token_s
-    if first_s is None or last_s is None or choice.num_tokens < 2:
-        return None
-    return (last_s - first_s) / (choice.num_tokens - 1)
 
 
 def _histogram(name: str, field: str, help: str, of_choice: OfChoice | None = None, is_time: bool = True) -> Metric:
@@ -171,44 +160,44 @@ VLLM_METRICS = (
         "time_to_first_token_seconds",
         "first_token_s",
         "From the arrival of the request to its first token.",
-        _first_token_s,
+        lambda choice: choice.wait_s,
     ),
     _histogram("inter_token_latency_seconds", "between_tokens_s", "Between two publications of tokens of a choice."),
     _histogram(
         "request_time_per_output_token_seconds",
         "per_token_s",
         "Per choice: the time after its first token, divided by its other tokens.",
-        _per_token_s,
+        lambda choice: choice.per_token_s,
     ),
     _histogram(
         "e2e_request_latency_seconds",
         "total_s",
         "From the arrival of the request to the end of the choice in the engine.",
-        lambda choice: choice.spent_s + choice.seconds,
+        lambda choice: choice.total_s,
     ),
     _histogram(
         "request_queue_time_seconds",
         "queue_s",
         "In the engine's queue, also after preemptions.",
-        lambda choice: seconds_in(choice, Queued),
+        lambda choice: choice.seconds_in(Queued),
     ),
     _histogram(
         "request_prefill_time_seconds",
         "prefill_s",
         "From the admission to the first token.",
-        lambda choice: seconds_in(choice, Prefilled),
+        lambda choice: choice.seconds_in(Prefilled),
     ),
     _histogram(
         "request_decode_time_seconds",
         "decode_s",
         "From the first token to the last.",
-        lambda choice: seconds_in(choice, Decoded),
+        lambda choice: choice.seconds_in(Decoded),
     ),
     _histogram(
         "request_inference_time_seconds",
         "inference_s",
         "From the admission to the last token.",
-        lambda choice: seconds_in(choice, Prefilled) + seconds_in(choice, Decoded),
+        lambda choice: choice.seconds_in(Prefilled, Decoded),
     ),
     _histogram(
         "request_prompt_tokens",
@@ -228,7 +217,7 @@ VLLM_METRICS = (
         "request_prefill_kv_computed_tokens",
         "computed_tokens",
         "Tokens of the prompt that were computed, without cached and skipped ones.",
-        lambda choice: choice.num_prompt_tokens - choice.num_cached - choice.num_skipped,
+        lambda choice: choice.num_computed,
         is_time=False,
     ),
     _histogram(

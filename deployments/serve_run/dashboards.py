@@ -46,7 +46,7 @@ class Missing:
 
     what: str
     remedy: str
-    """What the operator can do."""
+    """A command or a setting that helps."""
 
 
 def folder_of_dashboards(session: RaySession, named: Path | None, environ: Mapping[str, str] | None = None) -> Path:

@@ -6,8 +6,7 @@ from functools import partial
 
 from engine.core.request import Request
 from engine.histogram import Histogram, steps_1_2_5
-from engine.protocol import FinishReason
-from engine.timeline import Compiling, Decoded, Prefilled, Queued, RowTimeline
+from engine.timeline import Decoded, Phase, Prefilled, Queued, RowTimeline
 
 FIRST_TOKEN_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
@@ -88,26 +87,24 @@ class RequestFigures:
         self.finished[reason] = self.finished.get(reason, 0) + 1
         for phase in timeline.phases:
             self._count_phase(phase)
-        if reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        if timeline.grammar_s is not None:
+            self.compile_s.observe(timeline.grammar_s)
+        if not timeline.is_complete:
             return
         if row.index == 0:
             self.choices.observe(row.spec.num_choices)
-        queue_s = sum(phase.seconds for phase in timeline.phases if isinstance(phase, Queued))
-        prefill_s = sum(phase.seconds for phase in timeline.phases if isinstance(phase, Prefilled))
-        decode_s = sum(phase.seconds for phase in timeline.phases if isinstance(phase, Decoded))
-        before_s, first_s, last_s = timeline.spent_s, timeline.first_token_s, timeline.last_token_s
-        self.total_s.observe(before_s + timeline.seconds)
-        self.queue_s.observe(queue_s)
-        self.prefill_s.observe(prefill_s)
-        self.decode_s.observe(decode_s)
-        self.inference_s.observe(prefill_s + decode_s)
-        self.stalled_s.observe(sum(phase.stalled_s for phase in timeline.phases if isinstance(phase, Decoded)))
-        if first_s is not None and last_s is not None:
-            self.first_token_s.observe(before_s + first_s)
-            if timeline.num_tokens > 1:
-                self.per_token_s.observe((last_s - first_s) / (timeline.num_tokens - 1))
+        self.total_s.observe(timeline.total_s)
+        self.queue_s.observe(timeline.seconds_in(Queued))
+        self.prefill_s.observe(timeline.seconds_in(Prefilled))
+        self.decode_s.observe(timeline.seconds_in(Decoded))
+        self.inference_s.observe(timeline.seconds_in(Prefilled, Decoded))
+        self.stalled_s.observe(timeline.stalled_s)
+        if timeline.wait_s is not None:
+            self.first_token_s.observe(timeline.wait_s)
+        if timeline.per_token_s is not None:
+            self.per_token_s.observe(timeline.per_token_s)
         self.prompt_tokens.observe(timeline.num_prompt_tokens)
-        self.computed_tokens.observe(timeline.num_prompt_tokens - timeline.num_cached - timeline.num_skipped)
+        self.computed_tokens.observe(timeline.num_computed)
         self.output_tokens.observe(timeline.num_tokens)
         self.max_output_tokens.observe(row.spec.num_output_tokens)
         self.preemptions.observe(timeline.num_preemptions)
@@ -120,10 +117,8 @@ class RequestFigures:
                 setattr(other, name, value.copy())
         return other
 
-    def _count_phase(self, phase: Compiling | Queued | Prefilled | Decoded) -> None:
-        if isinstance(phase, Compiling) and phase.has_grammar:
-            self.compile_s.observe(phase.seconds)
-        elif isinstance(phase, Prefilled):
+    def _count_phase(self, phase: Phase) -> None:
+        if isinstance(phase, Prefilled):
             self.saved_s += phase.saved_s
         elif isinstance(phase, Queued):
             if phase.preempted_by is not None:

@@ -15,7 +15,7 @@ from engine.core.request_queue import QueueEntry, RequestQueue
 from engine.core.scheduler_context import SchedulerContext
 from engine.core.scheduler_output import Chunks, PreemptedRows, ReleasedRows, SchedulerOutput
 from engine.core.stats import Stats
-from engine.core.timeline_recorder import Crowd, TimelineRecorder
+from engine.core.timeline_recorder import Load, TimelineRecorder
 from engine.core.virtual_token_counter import VirtualTokenCounter
 from engine.protocol import FinishReason, QueuedRequest, TokenChunk
 from engine.timeline import PreemptionReason
@@ -108,10 +108,10 @@ class Scheduler:
             arrived_s: When the request arrived, on the scheduler's clock; None for now.
         """
         assert 1 <= len(rows) <= self._config.max_running
-        spec, now, crowd = rows[0].spec, self._clock(), self._crowd()
+        spec, now, load = rows[0].spec, self._clock(), self._load()
         for row in rows:
             row.record = TimelineRecorder(now if arrived_s is None else arrived_s, row.matcher is not None)
-            row.record.queued(now, crowd)
+            row.record.queued(now, load)
         self._rows[spec.request_id] = list(rows)
         self._shares.opened(spec.client, len(rows))
         self._queue.push(rows)
@@ -139,9 +139,9 @@ class Scheduler:
             rows, arrived_s, released = [victim], None, PreemptedRows([victim], None)
         self._released.preempted.append(released)
         self._stats.num_preempted += len(rows)
-        now, crowd = self._clock(), self._crowd()
+        now, load = self._clock(), self._load()
         for row in rows:
-            row.record.queued(now, crowd, reason)
+            row.record.queued(now, load, reason)
             num_computed = row.num_tokens if released.num_prefilled is None else row.num_prefilled
             row.num_charged = max(row.num_charged, num_computed)
             self._remove_running(row)
@@ -377,10 +377,10 @@ class Scheduler:
             for row in rows
         }
 
-    def _crowd(self) -> Crowd:
+    def _load(self) -> Load:
         prompts = self.prefills.in_progress
         num_tokens = sum(prefill.end - prefill.start for prefill in prompts)
-        return Crowd(len(self._queue), len(self._running), num_tokens, self.expected_wait_s())
+        return Load(len(self._queue), len(self._running), num_tokens, self.expected_wait_s())
 
     def _remove(self, row: Request, reason: FinishReason) -> None:
         self.figures.ended(row, row.end_timeline(self._clock(), reason))

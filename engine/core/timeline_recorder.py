@@ -17,8 +17,8 @@ from engine.timeline import (
 
 
 @dataclass(frozen=True)
-class Crowd:
-    """What is in the engine when a row is queued; see Queued."""
+class Load:
+    """The load of the engine when a row is queued; see Queued."""
 
     num_ahead: int = 0
     num_decoding: int = 0
@@ -46,16 +46,16 @@ class TimelineRecorder:
         self._decoded: Decoded | None = None  # the last phase of this kind: a step may end after a preemption
         self._stall_base_s = 0.0
 
-    def queued(self, now: float, crowd: Crowd, preempted_by: PreemptionReason | None = None) -> None:
+    def queued(self, now: float, load: Load, preempted_by: PreemptionReason | None = None) -> None:
         """Begin to wait in the queue."""
         self.num_preemptions += preempted_by is not None
         self._begin(
             now,
             Queued(
-                num_ahead=crowd.num_ahead,
-                num_decoding=crowd.num_decoding,
-                num_prompt_tokens=crowd.num_prompt_tokens,
-                expected_s=crowd.expected_s,
+                num_ahead=load.num_ahead,
+                num_decoding=load.num_decoding,
+                num_prompt_tokens=load.num_prompt_tokens,
+                expected_s=load.expected_s,
                 preempted_by=preempted_by,
             ),
         )

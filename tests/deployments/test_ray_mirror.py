@@ -1,4 +1,4 @@
-"""What Ray is told are the engine's own figures."""
+"""The metrics in Ray are the engine's own figures."""
 
 import asyncio
 from collections.abc import Mapping
@@ -133,7 +133,7 @@ RAY_LLM_BOARD = {
         "request_decode_time_seconds",
     },
 }
-"""What the panels of Ray's dashboard "Serve LLM" ask for, without those of the disaggregated servers of vLLM."""
+"""Metrics of the panels of Ray's dashboard "Serve LLM", without those of the disaggregated servers of vLLM."""
 
 
 def test_rays_own_dashboard_finds_its_metrics():

@@ -246,7 +246,7 @@ def test_the_list_names_the_slowest_and_the_newest(house: DemoGraph):
         assert seconds == sorted(seconds, reverse=True) and len(seconds) <= MAX_KEPT
         for query in ("slowest=0", "slowest=101", "slowest=x", "slowest=1&newest=1", "fastest=1", "newest=-1"):
             assert (await house.http.get(f"/v1/requests?{query}")).status_code == 400, query
-        assert (await house.http.get("/v1/requests/nobody")).status_code == 404
+        assert (await house.http.get("/v1/requests/unknown")).status_code == 404
 
     house.run(test)
 

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.server
 
 NUM_SCRAPES = 40
 MAX_CPU_S = 0.03
-"""Of the ingress for a scrape with a call to the engine: 8 ms where nothing else runs, 2 to 3 of them for HTTP."""
+"""Limit of the CPU time of the ingress per scrape with a call to the engine. On idle cores it is 8 ms, 2 to 3 of them
+for HTTP."""
 
 Counts = Counter[tuple[str, ...]]
 

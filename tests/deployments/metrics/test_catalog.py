@@ -19,7 +19,7 @@ from engine.histogram import Histogram
 from engine.protocol import EngineStatus
 
 UNITS = {"bytes": "_bytes", "seconds": "_seconds"}
-"""What a name contains."""
+"""Part of a metric's name by unit."""
 
 ACCOUNTS = {
     f"{name}_bytes": 10
