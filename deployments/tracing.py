@@ -19,7 +19,8 @@ SERVICE = "orchard"
 OPERATIONS = {"/v1/embeddings": "embeddings", "/v1/completions": "text_completion"}
 """gen_ai.operation.name by route; `chat` on all others."""
 
-FLUSH_TIMEOUT_MS = 2000
+TIMEOUT_S = 2
+"""Longest attempt to send spans, retries included; spans that cannot be sent are dropped and logged."""
 
 
 class TracingConfig(Frozen):
@@ -72,7 +73,9 @@ class Tracing:
         self._provider = TracerProvider(
             ParentBasedTraceIdRatio(config.sampled_part), Resource.create({"service.name": SERVICE})
         )  # not the global one, which is Serve's
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=config.endpoint)))
+        self._provider.add_span_processor(
+            BatchSpanProcessor(OTLPSpanExporter(endpoint=config.endpoint, timeout=TIMEOUT_S))
+        )
         self._tracer = self._provider.get_tracer(SERVICE)
 
     def send(self, timeline: RequestTimeline) -> None:
@@ -99,8 +102,7 @@ class Tracing:
         parent.end(began_ns + int(timeline.seconds * 1e9))
 
     def close(self) -> None:
-        """Send what is left, within FLUSH_TIMEOUT_MS."""
-        self._provider.force_flush(FLUSH_TIMEOUT_MS)
+        """Send what is left, in about TIMEOUT_S."""
         self._provider.shutdown()
 
     def _attributes(self, timeline: RequestTimeline, operation: str) -> dict[str, Any]:
