@@ -9,6 +9,24 @@ NO_KEY_NAME = "none"
 ALL_KEYS = "all"
 """Stands for all names of API keys where they are hidden."""
 
+LIMITS = (
+    "max_queue",
+    "queue_timeout_s",
+    "max_share_per_address",
+    "max_unread_bodies",
+    "max_unread_bytes",
+    "max_body_bytes",
+    "min_body_bytes_per_s",
+    "max_context_tokens",
+    "memory",
+    "image_memory_mb",
+    "compile_timeout_s",
+    "max_requests_per_minute",
+    "max_tokens_per_minute",
+    "max_rows",
+)
+"""Limits that requests can exceed. Each has a count from the start, so that a first refusal is a rise from 0."""
+
 
 @dataclass
 class KeyUsage:
@@ -36,7 +54,7 @@ class HttpFigures:
     """Responses by API (see http/response_counter.py) and status. A stream has the status with which it began."""
     errors: Counter[tuple[int, str]] = field(default_factory=Counter)
     """Errors by status and code or type, in responses and in streams that had begun."""
-    refusals: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(LIMITS, 0)))
     """Requests that exceeded a limit, by the name of the limit."""
     usage: dict[str, KeyUsage] = field(default_factory=dict)
     """By name of the API key."""

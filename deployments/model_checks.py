@@ -10,6 +10,7 @@ from engine.config import DraftModelConfig
 from engine.processing.checkpoint import (
     check_weights,
     draft_of,
+    is_local,
     media_kinds,
     read_config,
     refuse_code,
@@ -44,7 +45,7 @@ def _check_files(model: str, revision: str | None) -> Path:
     """Return the model's directory; check its weights if they are on this machine."""
     model_dir = resolve_checkpoint(model, revision, weights=False)
     refuse_code(model_dir)
-    if model == "demo" or Path(model).expanduser().is_dir():
+    if is_local(model):
         check_weights(model_dir)
     return model_dir
 

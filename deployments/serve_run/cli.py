@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deployments.serve_run.checks import CannotStart, ModelCheck, check_keys, check_machine, finds_cluster
-from deployments.serve_run.config_file import ConfigError, OrchardConfig, read_config
+from deployments.serve_run.config_file import DEFAULT_HTTP_PORT, ConfigError, OrchardConfig, default_config, read_config
 from deployments.serve_run.effective import describe
 from deployments.serve_run.environment import not_in_effect, set_defaults
 from deployments.serve_run.stop import say
 from engine.host_memory import on_small_mac
 
 DEFAULT_CONFIG = "serve_config.yaml"
+CONFIG = f"default: {DEFAULT_CONFIG} of the current directory if there is one, else the defaults of every option"
+MODEL = "'demo' (a toy), 'smollm2' (a small real model), a local directory, or a hub repository"
 OBJECT_STORE_MIB = 512
 
 
@@ -30,8 +32,9 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         "or SIGTERM, after which running requests get args.drain_timeout_s to finish. Exits with status 1 when the "
         "server cannot start or has failed for good.",
     )
-    serve.add_argument("config", nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
-    serve.add_argument("--model", help="'demo', a local directory, or a hub repository, instead of the file's model")
+    serve.add_argument("model", nargs="?", metavar="MODEL", help=f"{MODEL}; default: that of the file")
+    serve.add_argument("--config", metavar="FILE", help=CONFIG)
+    serve.add_argument("--port", type=int, help=f"default: that of the file, else {DEFAULT_HTTP_PORT}")
     serve.add_argument("--check", action="store_true", help="validate the configuration, print it, and exit")
     serve.add_argument(
         "--address",
@@ -57,7 +60,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         description="Reports a model's family, media, MTP head and memory against this machine's, without reading its "
         "weights. Exits with status 1 when it cannot be served.",
     )
-    check.add_argument("model", help="'demo', a local directory, or a hub repository")
+    check.add_argument("model", help=MODEL)
     check.add_argument("--draft-model", help="a draft model for sparse prefill, to be compared")
     check.add_argument("--rope-scaling", metavar="TYPE:FACTOR", help="engine.rope_scaling, such as yarn:4")
     self_test = commands.add_parser(
@@ -66,7 +69,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         description="Runs a model through the engine on this machine's device: equal tokens however they are computed, "
         "memory, kernels, speed. Prints a report for a bug report. Exits with status 1 when something is broken.",
     )
-    self_test.add_argument("--model", default="demo", help="'demo', a local directory, or a hub repository")
+    self_test.add_argument("--model", default="demo", help=MODEL)
     self_test.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
     self_test.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     self_test.add_argument("--quick", action="store_true", help="short answers; speeds mean little")
@@ -77,7 +80,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         "repeated after each start of Ray, and prints a prometheus.yml to standard output. Reports to standard error "
         "what else keeps charts empty. Exits with status 1 when the dashboard cannot be put there.",
     )
-    dashboards.add_argument("config", nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
+    dashboards.add_argument("--config", metavar="FILE", help=CONFIG)
     dashboards.add_argument(
         "--grafana", type=Path, metavar="DIR", help="folder of Grafana's dashboards, instead of that of Ray's session"
     )
@@ -94,6 +97,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.command != "serve":
         return options
+    if options.model is not None and options.model.endswith((".yaml", ".yml")) and Path(options.model).is_file():
+        serve.error(f"{options.model} is a configuration file: orchard serve --config {options.model}")
     if options.object_store_mib < 100:
         serve.error(f"--object-store-mib: {options.object_store_mib} is less than Ray's minimum of 100")
     return options
@@ -111,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _place_dashboards(options)
     set_defaults()
     try:
-        config = _read(options.config, options.model)
+        config = _read(options.config, options.model, options.port)
         if options.check:
             check_keys(config)
             say(describe(config, not_in_effect()))
@@ -152,7 +157,7 @@ def _place_dashboards(options: argparse.Namespace) -> int:
     from deployments.serve_run.dashboards import run
 
     try:
-        config = _read(options.config, None)
+        config = _read(options.config)
     except ConfigError as error:
         say(str(error))
         return 1
@@ -163,10 +168,12 @@ def _run_engine(*arguments: str) -> int:
     return subprocess.run([sys.executable, "-m", "engine", *arguments]).returncode
 
 
-def _read(path: str, model: str | None) -> OrchardConfig:
-    if not Path(path).exists():
-        raise ConfigError(path, ["the file does not exist; a checkout of Orchard contains one: serve_config.yaml"])
-    config = read_config(path, model)
+def _read(path: str | None, model: str | None = None, port: int | None = None) -> OrchardConfig:
+    if path is None:
+        if not Path(DEFAULT_CONFIG).exists():
+            return default_config(model, port)
+        path = DEFAULT_CONFIG
+    config = read_config(path, model, port)
     if config is None:
         raise ConfigError(path, ["applications: none is Orchard (import_path: deployments.app:build_app)"])
     if len(config.raw["applications"]) > 1:

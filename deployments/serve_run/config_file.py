@@ -24,6 +24,8 @@ DEPLOYMENTS = ("Ingress", "TextMTP", "MLLM", "ModelReplica", "SpecPrefillScorer"
 PLANNERS = ("TextMTP", "MLLM")
 
 DEFAULT_HTTP_PORT = 8000
+DEFAULTS = "the defaults"
+"""Named in place of a file where there is none."""
 KEY_OPTIONS = ("api_keys", "api_keys_file", "api_keys_env")
 
 Reasons = Mapping[str, str | None]
@@ -122,6 +124,8 @@ class OrchardConfig:
     application: dict[str, Any]
     """Orchard's entry in `applications`."""
     args: AppArgs
+    path: str = DEFAULTS
+    """The file."""
 
     @property
     def http(self) -> dict[str, Any]:
@@ -152,12 +156,13 @@ class OrchardConfig:
         }
 
 
-def read_config(path: str | Path, model: str | None = None) -> OrchardConfig | None:
+def read_config(path: str | Path, model: str | None = None, port: int | None = None) -> OrchardConfig | None:
     """Read and validate a file; return None if none of its applications is Orchard. Raises ConfigError.
 
     Args:
         path: The file.
         model: Replaces `engine.model` of Orchard's application.
+        port: Replaces `http_options.port`.
     """
     try:
         raw = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_StrictLoader)
@@ -172,12 +177,38 @@ def read_config(path: str | Path, model: str | None = None) -> OrchardConfig | N
         if mistakes:
             raise ConfigError(str(path), mistakes)
         return None
+    return _validated(raw, str(path), model, port)
+
+
+def default_config(model: str | None = None, port: int | None = None) -> OrchardConfig:
+    """Return the configuration of a server without a file: that of serve_config.yaml. Raises ConfigError.
+
+    Args:
+        model: `engine.model`; None: the demo model.
+        port: `http_options.port`.
+    """
+    no_access_log = {"logging_config": {"enable_access_log": False}}  # the ingress logs each request
+    application = {
+        "name": "orchard",
+        "route_prefix": "/",
+        "import_path": APP,
+        "args": {"spec_prefill": {"enabled": True}},
+        "deployments": [{"name": name, **no_access_log} for name in (*PLANNERS, "ModelReplica")],
+    }
+    http = {"host": "127.0.0.1", "port": DEFAULT_HTTP_PORT}
+    raw = {"proxy_location": "EveryNode", "http_options": http, "applications": [application]}
+    return _validated(raw, DEFAULTS, model, port)
+
+
+def _validated(raw: dict[str, Any], path: str, model: str | None, port: int | None) -> OrchardConfig:
     if model is not None:
         _replace_model(raw, model)
+    if port is not None and isinstance(raw.get("http_options"), dict):
+        raw["http_options"]["port"] = port
     if mistakes := list(mistakes_in(raw)):
-        raise ConfigError(str(path), mistakes)
+        raise ConfigError(path, mistakes)
     application = next(application for application in _listed(raw) if _is_ours(application))
-    return OrchardConfig(raw, application, AppArgs.model_validate(application.get("args", {})))
+    return OrchardConfig(raw, application, AppArgs.model_validate(application.get("args", {})), path)
 
 
 def mistakes_in(raw: dict[str, Any]) -> Iterator[str]:

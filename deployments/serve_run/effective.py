@@ -20,7 +20,8 @@ def describe(config: OrchardConfig, environment: list[str]) -> str:
         config: The configuration file.
         environment: Lines of environment.not_in_effect.
     """
-    return _as_text([("http", _http_line(config)), *_lines_of_args(config.args), *_environment_lines(environment)])
+    lines = [("file", config.path), ("http", _http_line(config))]
+    return _as_text([*lines, *_lines_of_args(config.args), *_environment_lines(environment)])
 
 
 def describe_args(args: AppArgs, environment: list[str]) -> str:
@@ -67,6 +68,8 @@ def _keys(http: HttpConfig) -> str:
 def _lines_of_args(args: AppArgs) -> Iterator[tuple[str, str]]:
     engine = args.engine
     yield "model", f"{engine.model}, served as {args.model_name!r}; device {engine.device}, dtype {engine.dtype}"
+    if engine.model == "demo":
+        yield "", "a toy that knows a few sentences and pictures; `orchard serve smollm2` answers real questions"
     yield "spec_prefill", sparse_prefill_line(args)
     yield "prefix_cache", _prefix_cache_line(args)
     yield "stopping", f"running requests get up to {args.drain_timeout_s:g} s to finish"

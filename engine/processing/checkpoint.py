@@ -13,6 +13,7 @@ import huggingface_hub  # imports its submodules lazily
 from engine.demo import DEMO_MODEL
 from engine.processing.vision_family import vision_family
 from engine.protocol import EngineFailed
+from engine.smollm2 import SMOLLM2, smollm2_checkpoint
 
 VIDEO_PROCESSOR = "Qwen3VLVideoProcessor"
 """Class name of the only supported video processor."""
@@ -28,7 +29,7 @@ def resolve_checkpoint(model: str, revision: str | None, *, weights: bool) -> Pa
     """Return the directory with a model's files, downloading a hub repository if needed.
 
     Args:
-        model: 'demo', a directory or a hub repository.
+        model: 'demo', 'smollm2', a directory or a hub repository.
         revision: Branch, tag or commit of a hub repository.
         weights: Whether to download the weights too, and not only configuration, template and tokenizer files.
 
@@ -44,7 +45,7 @@ def resolve_checkpoint(model: str, revision: str | None, *, weights: bool) -> Pa
 
 
 def is_local(model: str) -> bool:
-    """Return whether a model is the demo or a directory, and not a hub repository. Raises EngineFailed for neither."""
+    """Return whether a model is no hub repository. Raises EngineFailed if it is nothing known either."""
     return _local_directory(model) is not None
 
 
@@ -56,8 +57,10 @@ def draft_of(draft_model: str | None) -> str:
 def _local_directory(model: str) -> Path | None:
     if model == "demo":
         return DEMO_MODEL
+    if model == SMOLLM2:
+        return smollm2_checkpoint()
     if not model.strip():
-        raise EngineFailed(f"model is {model!r}; expected 'demo', a directory or a hub repository")
+        raise EngineFailed(f"model is {model!r}; expected 'demo', 'smollm2', a directory or a hub repository")
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve()

@@ -4,8 +4,8 @@
         --arm orchard=.:orchard
 
 An arm is NAME=CHECKOUT:COMMAND; the checkout has an environment of its own (.venv), the command is `serve` (for
-`serve run FILE`) or `orchard` (for `orchard serve FILE`). Every run starts the checkout's own serve_config.yaml on a
-free port of the loopback, asks one question as soon as it can, and stops the server with SIGINT.
+`serve run FILE`) or `orchard` (for `orchard serve --config FILE`). Every run starts the checkout's own
+serve_config.yaml on a free port of the loopback, asks one question as soon as it can, and stops the server with SIGINT.
 """
 
 import argparse
@@ -63,11 +63,8 @@ class Arm:
         return cls(name, Path(checkout).resolve(), command)
 
     def command_line(self, config: Path) -> list[str]:
-        return [
-            str(self.checkout / ".venv/bin" / self.command),
-            "run" if self.command == "serve" else "serve",
-            str(config),
-        ]
+        more = ["run"] if self.command == "serve" else ["serve", "--config"]
+        return [str(self.checkout / ".venv/bin" / self.command), *more, str(config)]
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""The cost of watching: tokens/s of servers with everything on, parts of it, and nothing, in turns.
+"""The cost of watching: tokens/s, and CPU time per token, of servers with everything on, parts of it, and nothing.
 
-    uv run python -m tests.benchmarks.watching_bench [--model DIRECTORY] [--rounds 5]
+    uv run python -m tests.benchmarks.watching_bench [--model DIRECTORY] [--rounds 5] [--arms off on]
 
 `off`: nothing is recorded (unwatched/sitecustomize.py). `recorded`: phases, histograms, a line per request in the log,
 the mirror to Ray. `scraped`: also a scrape of /metrics every second. `traced`: as recorded, and a trace of each request
-goes to a receiver of OTLP. `on`: all of it. The servers run all the time; the idle ones wait, but for their mirrors.
+goes to a receiver of OTLP. `on`: all of it. The arms take turns; their servers run all the time. CPU time is that of
+all processes of the arm's server, and says more than tokens/s where the other servers' idle processes take turns too.
 """
 
 import argparse
@@ -20,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
-from tests.benchmarks.measure import Spread, heading, table
+from tests.benchmarks.measure import CpuMeter, Spread, heading, table
 from tests.e2e.server import ServeRun, serve_run
 
 CLIENTS = (1, 8, 16)
 MAX_TOKENS = 120
+ARMS = ("off", "recorded", "scraped", "traced", "on")
 NUM_ANSWERS = 3
 """Answers that each client asks for in a round, one after the other."""
 
@@ -68,8 +71,8 @@ async def scraped(client: httpx.AsyncClient) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def tokens_per_s(base_url: str, model: str, num_clients: int, is_scraped: bool) -> float:
-    """Return the tokens/s of `num_clients` clients, each of which asks again when it has its answer."""
+async def tokens_and_seconds(base_url: str, model: str, num_clients: int, is_scraped: bool) -> tuple[int, float]:
+    """Return the tokens, and the seconds, of `num_clients` clients, each of which asks again when it has its answer."""
 
     async def talk(client: httpx.AsyncClient, number: int) -> int:
         num_tokens = 0
@@ -96,13 +99,22 @@ async def tokens_per_s(base_url: str, model: str, num_clients: int, is_scraped: 
     ):
         began_s = time.monotonic()
         num_tokens = sum(await asyncio.gather(*(talk(client, number) for number in range(num_clients))))
-        return num_tokens / (time.monotonic() - began_s)
+        return num_tokens, time.monotonic() - began_s
+
+
+def measure(server: ServeRun, model: str, num_clients: int, is_scraped: bool) -> tuple[float, float]:
+    """Return the tokens/s, and the milliseconds of CPU time that the server takes per token."""
+    processes = [server.pid, *(child.pid for child in psutil.Process(server.pid).children(recursive=True))]
+    meter = CpuMeter(processes)
+    num_tokens, seconds = asyncio.run(tokens_and_seconds(server.base_url, model, num_clients, is_scraped))
+    return num_tokens / seconds, 1e3 * meter.cpu_s() / num_tokens
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     given = parser.parse_args()
     name = given.model if given.model == "demo" else Path(given.model).name
 
@@ -116,33 +128,46 @@ def main() -> None:
         server.wait_ready()
         return server
 
+    unwatched = str(Path(__file__).parent / "unwatched")
     with contextlib.ExitStack() as stack:
         endpoint = stack.enter_context(receiver())
-        unwatched = str(Path(__file__).parent / "unwatched")
-        off = start(stack, {}, {"PYTHONPATH": os.pathsep.join([unwatched, os.environ.get("PYTHONPATH", "")])})
-        recorded, traced = start(stack, {}, {}), start(stack, {"endpoint": endpoint}, {})
-        arms = {
-            "off": (off, False),
-            "recorded": (recorded, False),
-            "scraped": (recorded, True),
-            "traced": (traced, False),
-            "on": (traced, True),
+        kinds: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+            "off": ({}, {"PYTHONPATH": os.pathsep.join([unwatched, os.environ.get("PYTHONPATH", "")])}),
+            "recorded": ({}, {}),
+            "traced": ({"endpoint": endpoint}, {}),
         }
-        rates: dict[tuple[str, int], list[float]] = {(arm, num): [] for arm in arms for num in CLIENTS}
+        kind_of = dict(zip(ARMS, ("off", "recorded", "recorded", "traced", "traced"), strict=True))
+        servers = {kind: start(stack, *kinds[kind]) for kind in dict.fromkeys(kind_of[arm] for arm in given.arms)}
+        measured: dict[tuple[str, int], list[tuple[float, float]]] = {
+            (arm, num): [] for arm in given.arms for num in CLIENTS
+        }
         for round in range(given.rounds + 1):
             for num in CLIENTS:
-                for arm in sorted(arms, reverse=bool(round % 2)):
-                    server, is_scraped = arms[arm]
-                    rate = asyncio.run(tokens_per_s(server.base_url, name, num, is_scraped))
+                for arm in given.arms[:: -1 if round % 2 else 1]:
+                    found = measure(servers[kind_of[arm]], name, num, is_scraped=arm in ("scraped", "on"))
                     if round:  # the first one warms up
-                        rates[arm, num].append(rate)
+                        measured[arm, num].append(found)
     print(heading(f"Watching, {name}, {given.rounds} rounds"))
     rows = []
     for num in CLIENTS:
-        for arm in arms:
-            ratios = [one / other for one, other in zip(rates[arm, num], rates["off", num], strict=True)]
-            rows.append([str(num), arm, f"{Spread.of(rates[arm, num]):.1f}", f"{Spread.of(ratios):.3f}"])
-    print(table(["clients", "watched", "tokens/s", "to off"], rows))
+        for arm in given.arms:
+            rates, costs = zip(*measured[arm, num], strict=True)
+            ratios = [
+                [one[i] / other[i] for one, other in zip(measured[arm, num], measured[given.arms[0], num], strict=True)]
+                for i in range(2)
+            ]
+            rows.append(
+                [
+                    str(num),
+                    arm,
+                    f"{Spread.of(rates):.1f}",
+                    f"{Spread.of(ratios[0]):.3f}",
+                    f"{Spread.of(costs):.2f}",
+                    f"{Spread.of(ratios[1]):.3f}",
+                ]
+            )
+    first = given.arms[0]
+    print(table(["clients", "watched", "tokens/s", f"to {first}", "CPU ms/token", f"to {first}"], rows))
 
 
 if __name__ == "__main__":

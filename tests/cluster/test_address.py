@@ -53,7 +53,7 @@ def test_a_server_answers_after_the_address_and_the_interface_of_its_machine_are
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     env |= {"RAY_TMPDIR": str(temp_dir), "HOME": str(temp_dir)}
     log = temp_dir / "serve.log"
-    command = [str(Path(sys.executable).parent / "orchard"), "serve", str(SHIPPED_CONFIG), "--no-dashboard"]
+    command = [str(Path(sys.executable).parent / "orchard"), "serve", "--config", str(SHIPPED_CONFIG), "--no-dashboard"]
     assert SHIPPED_CONFIG.parent == ROOT
     server = machine.start(command, env, log)
     wait_until(

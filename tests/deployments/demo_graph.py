@@ -13,6 +13,7 @@ from deployments.args import AppArgs
 from tests.deployments.faulty_graph import Graph
 from tests.e2e.server import SHIPPED_CONFIG
 from tests.support.fake_runner import until
+from tests.support.timelines import assert_sums
 
 Body = dict[str, Any]
 
@@ -80,12 +81,3 @@ class DemoGraph:
 
     def note(self) -> None:
         self._before = self.graph.engine.status().num_output_tokens
-
-
-def assert_sums(told: Body, seconds: float) -> None:
-    """The phases fill the time that the client measured; a busy machine may take a moment around it."""
-    total = sum(phase["seconds"] for phase in told["phases"])
-    assert total == pytest.approx(told["seconds"], abs=1e-4)
-    assert all(phase["seconds"] >= -1e-4 for phase in told["phases"]), told["phases"]
-    assert told["seconds"] <= seconds
-    assert seconds - told["seconds"] < 0.1 + 0.1 * seconds

@@ -16,11 +16,12 @@ from deployments.timeline import (
     arrival_header,
     arrived_s,
 )
-from tests.deployments.demo_graph import Body, DemoGraph, assert_sums
+from tests.deployments.demo_graph import Body, DemoGraph
 from tests.deployments.faulty_graph import PICTURE, WORDS
 from tests.support.clock import Clock
 from tests.support.fake_runner import until
 from tests.support.faults import Failing
+from tests.support.timelines import assert_sums
 
 ENGINE_PHASES = ["handover", "queue", "prefill", "decode"]
 AROUND = ["body", "parse", "place", "plan"]

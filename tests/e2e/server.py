@@ -30,7 +30,7 @@ MAX_RUNNING, MAX_QUEUE, DRAIN_S, SPARSE_THRESHOLD = 4, 12, 20.0, 512
 SCORING_DEADLINE_S = 110.0
 """`spec_prefill.deadline_s` of the small server. Other test processes on its cores can make scoring 10 times slower."""
 
-SERVE_RUN, ORCHARD_SERVE = ("serve", "run"), ("orchard", "serve")
+SERVE_RUN, ORCHARD_SERVE = ("serve", "run"), ("orchard", "serve", "--config")
 
 LATE = ("mllm", "spec_prefill")
 """Deployments that may start after the first engine, as `/v1/status` names them."""

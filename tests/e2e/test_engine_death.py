@@ -18,6 +18,7 @@ from tests.e2e.server import MAX_QUEUE, MAX_RUNNING, START_TIMEOUT_S, ServeRun
 from tests.e2e.storm import Talk, engine_of, hold, unrest
 from tests.e2e.storm_requests import NO_REPLY, Ask, Reply, check_answer, needle_text, read_reply
 from tests.support.sse import completions_url
+from tests.support.timelines import assert_sums
 
 pytestmark = pytest.mark.server
 
@@ -82,6 +83,7 @@ class Load:
     base_url: str
     asks: dict[str, Ask] = field(default_factory=dict)
     talks: dict[str, Talk] = field(default_factory=dict)
+    began_s: dict[str, float] = field(default_factory=dict)
     ended_s: dict[str, float] = field(default_factory=dict)
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -92,7 +94,8 @@ class Load:
 
     async def _hold(self, name: str) -> None:
         url = completions_url(f"{self.base_url}/v1")
-        await hold(url, self.asks[name], self.talks[name], name.replace(" ", "-"))
+        self.began_s[name] = time.monotonic()
+        await hold(url, self.asks[name], self.talks[name], request_id(name))
         self.ended_s[name] = time.monotonic()
 
     async def replies(self) -> dict[str, Reply]:
@@ -111,6 +114,10 @@ class Load:
     def has_content(self, name: str) -> bool:
         raw = self.talks[name].raw
         return raw.count(b'"content": "') > raw.count(b'"content": ""')
+
+
+def request_id(name: str) -> str:
+    return name.replace(" ", "-").replace(",", "")
 
 
 async def until(http: httpx.Client, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
@@ -201,7 +208,16 @@ async def kill_under_load(server: ServeRun, http: httpx.Client, salt: str) -> No
     after = await until(http, lambda status: not unrest(status))
     assert after["engines"][0]["pid"] != pid
     assert engine_of(after)["num_failed"] == 0, after
+    check_timelines(http, load, replies)
     await check_resumed_answers(load, replies)
+
+
+def check_timelines(http: httpx.Client, load: Load, replies: dict[str, Reply]) -> None:
+    """Each tells all the seconds that its client waited, also those before the engine's death was noticed."""
+    for name, reply in replies.items():
+        told = http.get(f"/v1/requests/{request_id(name)}").raise_for_status().json()
+        assert_sums(told, load.ended_s[name] - load.began_s[name])
+        assert told["outcome"] == ("failed" if reply.said is None else "answered"), (name, told)
 
 
 async def check_resumed_answers(load: Load, replies: dict[str, Reply]) -> None:

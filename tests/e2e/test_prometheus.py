@@ -121,7 +121,7 @@ class Command:
     def run(self, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         return subprocess.run(
-            [str(Path(sys.executable).parent / "orchard"), "dashboards", str(self._config), *options],
+            [str(Path(sys.executable).parent / "orchard"), "dashboards", "--config", str(self._config), *options],
             env={**inherited, "RAY_TMPDIR": str(self.session.parent.parent), **environ},
             cwd=ROOT,
             capture_output=True,

@@ -42,7 +42,7 @@ def test_a_second_server_on_the_port_is_refused_with_the_pid_of_the_first(server
     port = server.base_url.rpartition(":")[2]
     config = tmp_path / "serve_config.yaml"
     config.write_text(SHIPPED_CONFIG.read_text().replace("port: 8000", f"port: {port}"))
-    done = subprocess.run([str(ORCHARD), "serve", str(config)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([str(ORCHARD), "serve", "--config", str(config)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert f"port {port} is reserved by an Orchard server in process {server.pid} (" in done.stderr
 

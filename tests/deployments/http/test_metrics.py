@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.http.response_counter import api_of
+from deployments.http_figures import LIMITS
 from deployments.protocol import TextDelta
 from engine.protocol import EngineFailed, Overloaded, QueueTimeout, Unavailable
 from tests.deployments.http.conftest import Connection, FakeBackend
@@ -22,6 +23,7 @@ ADMIN, ANN, BOB = "key-of-the-administrator", "key-of-ann", "key-of-bob"
 MESSAGES = [{"role": "user", "content": "Hi"}]
 CHAT = {"model": "org/demo", "messages": MESSAGES}
 USAGE = {"include_usage": True}
+NO_REFUSALS = {(limit,): 0 for limit in LIMITS}
 
 Counts = dict[str, dict[tuple[str, ...], float]]
 
@@ -158,6 +160,7 @@ def test_errors_are_counted_also_in_streams_that_had_begun(client: Client, backe
 
 def test_refusals_are_counted_by_the_limit(client: Client, backend: FakeBackend, make_app: Callable[..., FastAPI]):
     backend.capacity = 0
+    assert client.scrape()["orchard:refusals"] == NO_REFUSALS, "a first refusal is a rise from 0"
     client.ask("/v1/chat/completions", CHAT)
     backend.capacity = 9
     for error in (Overloaded("images", 1.0, "image_memory_mb"), QueueTimeout("late", 1.0, "queue_timeout_s")):
@@ -165,11 +168,11 @@ def test_refusals_are_counted_by_the_limit(client: Client, backend: FakeBackend,
         client.ask("/v1/chat/completions", CHAT)
     expected = {("max_queue",): 1, ("image_memory_mb",): 1, ("queue_timeout_s",): 1}
     counts = client.scrape()
-    assert counts["orchard:refusals"] == expected
+    assert counts["orchard:refusals"] == NO_REFUSALS | expected
     assert_equal(client, counts)
     small = Client(make_app(max_body_bytes=1024))
     small.ask("/v1/chat/completions", CHAT | {"user": "x" * 1024})
-    assert small.scrape()["orchard:refusals"] == expected | {("max_body_bytes",): 1}, "the same backend"
+    assert small.scrape()["orchard:refusals"] == NO_REFUSALS | expected | {("max_body_bytes",): 1}, "the same backend"
 
 
 def test_a_client_that_leaves_gets_no_usage(client: Client, backend: FakeBackend):
@@ -209,7 +212,7 @@ def test_tokens_are_counted_by_key_and_only_administrators_see_the_names(keyed: 
     assert keyed.answers == {"ann": 2, "bob": 1}, "the third one of Ann is refused"
     counts = keyed.scrape(ADMIN)
     assert_equal(keyed, counts)
-    assert counts["orchard:refusals"] == {("max_requests_per_minute",): 1}
+    assert counts["orchard:refusals"] == NO_REFUSALS | {("max_requests_per_minute",): 1}
     text = keyed._send("GET", "/metrics", BOB).text
     assert "ann" not in text and "bob" not in text
     hidden = counters(text)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from deployments.serve_run.config_file import default_config, read_config
 from tests.e2e.server import SHIPPED_CONFIG, free_port
 
 ORCHARD = Path(sys.executable).parent / "orchard"
@@ -43,22 +44,48 @@ def test_shipped_config_passes_the_check_and_is_shown(tmp_path: Path):
 
 def test_model_of_the_command_line_replaces_that_of_the_file(tmp_path: Path):
     shipped(tmp_path, 8000)
-    done = orchard(tmp_path, "serve", "--model", "a/b", "--check")
+    done = orchard(tmp_path, "serve", "a/b", "--check")
     assert done.returncode == 0, done.stderr
     assert "model a/b" in " ".join(done.stderr.split())
-    done = orchard(tmp_path, "serve", "--model", "", "--check")
+    done = orchard(tmp_path, "serve", "", "--check")
     assert done.returncode == 1 and "args.engine.model: " in done.stderr
 
 
-def test_missing_or_invalid_config_file_ends_with_status_1_and_no_traceback(tmp_path: Path):
-    done = orchard(tmp_path, "serve")
-    assert done.returncode == 1 and "serve_config.yaml is invalid:\n  the file does not exist" in done.stderr
-    shipped(tmp_path, 8000, http_options="http_option")
+def test_without_a_file_a_name_is_enough(tmp_path: Path):
+    done = orchard(tmp_path, "serve", "a/b", "--port", "8123", "--check")
+    assert done.returncode == 0, done.stderr
+    shown = " ".join(done.stderr.split())
+    assert "file the defaults" in shown and "http 127.0.0.1:8123, this machine only, no keys" in shown
+    assert "model a/b, served as 'a/b'" in shown
+    done = orchard(tmp_path, "serve", "--port", "99999", "--check")
+    assert done.returncode == 1
+    assert (
+        "the defaults is invalid:\n  http_options.port: expected a number from 1 to 65535, found 99999" in done.stderr
+    )
+    shown = " ".join(orchard(tmp_path, "serve", "--check").stderr.split())
+    assert "model demo, served as 'demo'" in shown and "a toy" in shown and "spec_prefill on: draft_model demo" in shown
+
+
+def test_the_defaults_are_those_of_the_shipped_file():
+    shipped = read_config(SHIPPED_CONFIG, "x")
+    assert shipped is not None and default_config("x").raw == shipped.raw
+
+
+def test_a_file_in_the_place_of_the_model_is_an_error_that_names_the_option(tmp_path: Path):
+    shipped(tmp_path, 8000)
     done = orchard(tmp_path, "serve", "serve_config.yaml")
+    assert done.returncode == 2 and "orchard serve --config serve_config.yaml" in done.stderr
+
+
+def test_missing_or_invalid_config_file_ends_with_status_1_and_no_traceback(tmp_path: Path):
+    done = orchard(tmp_path, "serve", "--config", "serve_config.yaml")
+    assert done.returncode == 1 and "serve_config.yaml is invalid:\n  the file cannot be read" in done.stderr
+    shipped(tmp_path, 8000, http_options="http_option")
+    done = orchard(tmp_path, "serve")
     assert done.returncode == 1
     assert "  http_option: unknown key" in done.stderr and "Traceback" not in done.stderr
     (tmp_path / "other.yaml").write_text("applications: [{import_path: 'a:b'}]")
-    done = orchard(tmp_path, "serve", "other.yaml")
+    done = orchard(tmp_path, "serve", "--config", "other.yaml")
     assert done.returncode == 1 and "applications: none is Orchard" in done.stderr
 
 

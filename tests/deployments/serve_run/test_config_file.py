@@ -232,7 +232,7 @@ BAD = {
         ["args.engine: mtp and prompt_lookup are off: mtp_exact 'on'"],
     ),
     "mtp off": (text(args(engine={"mtp": "off", "mtp_head": "x"})), ["args.engine: mtp is off: mtp_head 'x' would"]),
-    "demo revision": (text(args(engine={"revision": "x"})), ["args.engine: model demo is part of Orchard: revision"]),
+    "demo revision": (text(args(engine={"revision": "x"})), ["args.engine: model demo has no revisions: revision"]),
     "shared cpu": (text(args(engine={"device": "cpu", "share_device": True})), ["args.engine: device is cpu, which"]),
     "keys and open": (
         text(args(http={"api_keys": [KEY], "open": True})),

@@ -284,5 +284,5 @@ def test_the_command_without_a_session_prints_the_configuration_and_ends_with_st
     (tmp_path / "grafana").mkdir()
     done = orchard(tmp_path, "dashboards", "--grafana", "grafana")
     assert done.returncode == 0 and (tmp_path / "grafana" / dashboards.FILE_NAME).exists()
-    done = orchard(tmp_path, "dashboards", "absent.yaml")
+    done = orchard(tmp_path, "dashboards", "--config", "absent.yaml")
     assert done.returncode == 1 and "absent.yaml is invalid" in done.stderr and done.stdout == ""

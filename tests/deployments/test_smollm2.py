@@ -1,0 +1,86 @@
+"""The graph with a small real model: right answers, conversations that are cached, and the same tokens either way."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.deployments.demo_graph import DemoGraph
+
+Messages = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[DemoGraph]:
+    house = DemoGraph(model="smollm2")
+    yield house
+    house.close()
+
+
+async def say(house: DemoGraph, messages: Messages, **fields: Any) -> dict[str, Any]:
+    body = {"model": "smollm2", "messages": messages, "temperature": 0, "max_tokens": 24, **fields}
+    answer = await house.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def asked(*texts: str) -> Messages:
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return answer["choices"][0]["message"]["content"]
+
+
+def test_a_question_gets_the_right_answer(house: DemoGraph):
+    async def test():
+        assert "Paris" in text_of(await say(house, asked("What is the capital of France?")))
+
+    house.run(test)
+
+
+def test_a_conversation_computes_only_its_new_tokens_and_says_the_same(house: DemoGraph):
+    async def test():
+        question = "I am planning a garden behind my house. Name three fruits that I could grow in it, please."
+        first = await say(house, asked(question))
+        messages = asked(question, text_of(first), "And three vegetables?")
+        cached = await say(house, messages)
+        assert cached["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"]
+        cold = await say(house, messages, cache_salt="another")
+        assert text_of(cached) == text_of(cold)
+
+    house.run(test)
+
+
+def test_a_stream_and_a_batch_give_the_tokens_of_a_request_alone(house: DemoGraph):
+    async def test():
+        questions = [asked(f"Tell me a fact about the number {number}.") for number in (7, 12, 30)]
+        alone = [text_of(await say(house, question, cache_salt=str(i))) for i, question in enumerate(questions)]
+        together = await asyncio.gather(*(say(house, question, cache_salt="x") for question in questions))
+        assert list(map(text_of, together)) == alone
+        body = {"model": "smollm2", "messages": questions[0], "temperature": 0, "max_tokens": 24, "stream": True}
+        raw = (await house.http.post("/v1/chat/completions", json=body)).text
+        events = [json.loads(line[6:]) for line in raw.split("\n\n") if line.startswith("data: {")]
+        deltas = [event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"]]
+        assert "".join(deltas) == alone[0]
+
+    house.run(test)
+
+
+def test_structured_output_follows_its_schema(house: DemoGraph):
+    async def test():
+        schema = {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}},
+            "required": ["city"],
+            "additionalProperties": False,
+        }
+        form = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
+        answer = await say(house, asked("Name a city in Italy."), response_format=form, max_tokens=60)
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert json.loads(text_of(answer)).keys() == {"city"}
+
+    house.run(test)
