@@ -29,6 +29,9 @@ NAMES = {
 }
 """Module of a layer in GGUF -> in MLX."""
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+SAMPLING = {"do_sample": False, "repetition_penalty": 1.1}
+"""For requests that ask for nothing else. Sampled, so small a model loses the thread; without a penalty it repeats
+itself until the context is full."""
 CONTROL = 3
 """Type of control tokens in a GGUF."""
 
@@ -94,7 +97,8 @@ def _write_weights(checkpoint: Path, arrays: dict[str, mx.array], info: dict[str
         others = {stem: {"group_size": GROUP_SIZE, "bits": number} for stem, number in bits.items() if number != 4}
         config["quantization"] = {"group_size": GROUP_SIZE, "bits": 4, **others}
     (checkpoint / "config.json").write_text(json.dumps(config, indent=1))
-    (checkpoint / "generation_config.json").write_text(json.dumps({"bos_token_id": bos, "eos_token_id": eos}))
+    generation = {"bos_token_id": bos, "eos_token_id": eos, **SAMPLING}
+    (checkpoint / "generation_config.json").write_text(json.dumps(generation, indent=1))
 
 
 def _write_tokenizer(checkpoint: Path, info: dict[str, Any]) -> None:

@@ -42,6 +42,15 @@ def test_a_question_gets_the_right_answer(house: DemoGraph):
     house.run(test)
 
 
+def test_a_request_without_parameters_is_answered_and_finds_an_end(house: DemoGraph):
+    async def test():
+        body = {"model": "smollm2", "messages": asked("What is the capital of France?")}
+        answer = (await house.http.post("/v1/chat/completions", json=body)).json()
+        assert text_of(answer) == "The capital of France is Paris." and answer["choices"][0]["finish_reason"] == "stop"
+
+    house.run(test)
+
+
 def test_a_conversation_computes_only_its_new_tokens_and_says_the_same(house: DemoGraph):
     async def test():
         question = "I am planning a garden behind my house. Name three fruits that I could grow in it, please."
