@@ -115,7 +115,7 @@ class ApiDocument:
             path[operation.method.lower()] = _operation(operation, bodies.get(operation.id))
         return {
             "openapi": "3.1.0",
-            "info": {"title": "Orchard", "version": version("orchard"), "description": self._description},
+            "info": {"title": "Orchard", "version": version("orchard-mlx"), "description": self._description},
             "paths": paths,
             "components": {
                 "schemas": schemas,

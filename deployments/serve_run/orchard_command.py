@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-EDITABLE = "_editable_impl_orchard.pth"
+EDITABLE = "_editable_impl_orchard_mlx.pth"
 """Written by hatchling beside this module; each line is a directory of the checkout."""
 
 

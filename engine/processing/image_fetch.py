@@ -167,6 +167,6 @@ def _host_key(host: str) -> str:
 def user_agent() -> str:
     """Return the User-Agent, which some servers such as Wikimedia require of programs."""
     try:
-        return f"Orchard/{version('orchard')} (image fetcher of a model server)"
+        return f"Orchard/{version('orchard-mlx')} (image fetcher of a model server)"
     except PackageNotFoundError:  # not installed as a package
         return "Orchard (image fetcher of a model server)"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.worker import device_facts
 
-LIBRARIES = ("orchard", "mlx", "mlx-lm", "mlx-vlm", "transformers", "ray")
+LIBRARIES = ("orchard-mlx", "mlx", "mlx-lm", "mlx-vlm", "transformers", "ray")
 TIMEOUT_S = 5.0
 
 
@@ -17,7 +17,7 @@ def versions() -> dict[str, str]:
     """Return the versions of Orchard and of what it runs on."""
     commit = _output(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"])
     installed = {name: _version(name) for name in LIBRARIES}
-    installed["orchard"] += f", commit {commit}" if commit else ""
+    installed["orchard-mlx"] += f", commit {commit}" if commit else ""
     return {**installed, "python": platform.python_version(), "system": platform.platform()}
 
 
