@@ -122,13 +122,16 @@ def wide(tiny_model: Callable[..., Path]) -> MLXRunner:
     return load_runner(EngineConfig(model=str(path)), lambda progress: None)
 
 
+MIXED = pytest.mark.night("the model with few weights, whose accounts are tighter, has many rows in the gate")
+
+
 @pytest.mark.parametrize(
     "asked",
     [
         pytest.param(lambda: requests(1, 2500, 40), id="one long prompt"),
-        pytest.param(lambda: requests(10, 500, 120), id="many short ones"),
+        pytest.param(lambda: requests(10, 500, 120), id="many short ones", marks=MIXED),
         pytest.param(lambda: requests(3, 700, 40, n=3), id="choices"),
-        pytest.param(lambda: requests(6, (50, 200, 1500), 60), id="rows of all lengths"),
+        pytest.param(lambda: requests(6, (50, 200, 1500), 60), id="rows of all lengths", marks=MIXED),
     ],
 )
 def test_memory_of_the_demo_model_matches_the_budget(demo: MLXRunner, asked: Callable[[], list[EngineRequest]]):

@@ -97,7 +97,7 @@ def bench_of(
 def test_a_hit_gives_the_same_answer_as_a_miss_under_random_traffic(bench_of, name):
     """In CI always the same schedules, and different ones for each model."""
     bench: Bench = bench_of(name)
-    num_schedules = max(6, int((NUM_SCHEDULES or 25) * (KINDS[name].share if name in KINDS else 0.05)))
+    num_schedules = max(6, int((NUM_SCHEDULES or 16) * (KINDS[name].share if name in KINDS else 0.05)))
     start = random.randrange(2**32) if NUM_SCHEDULES else zlib.crc32(name.encode())
     for number in range(start, start + num_schedules):
         traffic = random_traffic(random.Random(number), NUM_SPECIMENS, bench.snapshot_gb)

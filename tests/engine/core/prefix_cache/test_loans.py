@@ -24,7 +24,7 @@ from tests.engine.core.prefix_cache.lending import Engine, following, request, t
 from tests.support.fake_runner import BYTES_PER_TOKEN, STATE_BYTES, FakeSnapshot, answer
 from tests.support.sparse_prompts import with_plan
 
-NUM_SEEDS = int(os.environ.get("ORCHARD_LOANS", "0")) or 12
+NUM_SEEDS = int(os.environ.get("ORCHARD_LOANS", "0")) or 6
 
 FIRST = request("a", tokens(1, 200))
 LONG = following("b", FIRST, *tokens(2, 200))
