@@ -38,7 +38,11 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m engine", description="Answer one prompt, or start a chat if none is given."
     )
-    parser.add_argument("prompt", nargs="?", help="default: start a chat, one line per turn, until end of input")
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        help="'-' reads it from the standard input; default: start a chat, one line per turn, until end of input",
+    )
     parser.add_argument("--image", action="append", default=[], type=Path, help="an image for the (first) prompt")
     parser.add_argument("--model", default="demo", help="'demo', a local directory, or a hub repository")
     parser.add_argument(
@@ -211,7 +215,7 @@ async def run(options: argparse.Namespace) -> None:
     try:
         await chat.wait_ready()
         if options.prompt is not None:
-            await chat.ask(options.prompt)
+            await chat.ask(sys.stdin.read() if options.prompt == "-" else options.prompt)
             return
         print("Type a message; end with Ctrl-D.")
         while line := await _read_line():
