@@ -103,7 +103,7 @@ AGENTS = {
     agent.name: agent
     for agent in (
         Agent("claude", "Claude Code", "@anthropic-ai/claude-code", 24576, _claude),
-        Agent("codex", "Codex", "@openai/codex", 16384, _codex),
+        Agent("codex", "Codex", "@openai/codex", 20480, _codex),
         Agent("opencode", "OpenCode", "opencode-ai", 16384, _opencode),
         Agent("qwen", "Qwen Code", "@qwen-code/qwen-code", 24576, _qwen),
     )

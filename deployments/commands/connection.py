@@ -134,7 +134,7 @@ class Connection:
                 raise self._refusal(answer, f"{method} {path}")
             yield answer
         except (OSError, http.client.HTTPException) as error:
-            reason = "timed out" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+            reason = _reason(error)
             raise Unreachable(
                 f"no server answers at {self.url} ({reason}). Start one with `orchard serve`, or name another by --url"
             ) from None
@@ -164,3 +164,9 @@ def _json(content: bytes, url: str, path: str) -> Any:
 def data_url(content: bytes, media_type: str) -> str:
     """Return content as a data: URL."""
     return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
+
+
+def _reason(error: OSError | http.client.HTTPException) -> str:
+    if isinstance(error, TimeoutError):
+        return "it timed out"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

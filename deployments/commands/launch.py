@@ -14,6 +14,9 @@ from deployments.commands.agents import AGENTS, ANY_KEY, Agent, Settings, Target
 from deployments.commands.connection import KEY_VARIABLE, Connection, Refused
 from deployments.commands.output import CommandError, say, show, show_json
 
+TAKES_REST = True
+"""Arguments behind `--` are not this verb's: they are in `options.rest`."""
+
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -27,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="with --config-only: print JSON")
     parser.add_argument("--any-model", action="store_true", help="start it even if the model does not suffice")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- ARGS", help="arguments for the agent")
+    parser.epilog = "Arguments behind `--` go to the agent: orchard launch claude -- --print 'Hello'"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -38,8 +41,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.any_model:
         check_model(server, target, agent)
     settings = agent.settings(target)
-    given = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
-    command = [agent.name, *settings.arguments, *given]
+    command = [agent.name, *settings.arguments, *options.rest]
     if options.config_only:
         _show(settings, command, is_secret=options.key is None, as_json=options.json)
         return 0

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+PIPE_COLUMNS = 160
+
 
 class CommandError(Exception):
     """A verb cannot do what it was asked for; the message is for the user."""
@@ -35,6 +37,13 @@ def printable(text: object) -> str:
     return "".join(char if char.isprintable() else "�" for char in str(text))
 
 
+def size(num_bytes: int) -> str:
+    """Return a number of bytes in GiB, or in MiB below one."""
+    if abs(num_bytes) < 2**30:
+        return f"{num_bytes / 2**20:.0f} MiB"
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> None:
     """Print a table. Columns whose name begins with `#` are numbers and right-aligned.
 
@@ -43,9 +52,14 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: 
         rows: A value for each column; None is shown as nothing.
         title: Printed above.
     """
+    console().print(table(columns, rows, title))
+
+
+def console() -> Any:
+    """Return a rich console for standard output. What is not read on a terminal has wide lines."""
     from rich.console import Console
 
-    Console(soft_wrap=not sys.stdout.isatty()).print(table(columns, rows, title))
+    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> Any:

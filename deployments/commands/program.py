@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     module = import_module(verb.module)
     own.description = module.__doc__
     module.add_arguments(own)
+    argv, rest = _divided(argv) if getattr(module, "TAKES_REST", False) else (argv, [])
     options = parser.parse_args(argv)
+    options.rest = rest
     try:
         status = module.run(options)
         sys.stdout.flush()
@@ -71,6 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return CLOSED_PIPE
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _divided(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return what stands before and behind `--`."""
+    place = argv.index("--") if "--" in argv else len(argv)
+    return argv[:place], argv[place + 1 :]
 
 
 def _parsers(chosen: Verb | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser | None]:

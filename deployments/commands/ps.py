@@ -9,7 +9,7 @@ from typing import Any
 
 from deployments.commands import connection
 from deployments.commands.connection import Connection, Refused, Unreachable
-from deployments.commands.output import UsageError, printable, show, show_json, table
+from deployments.commands.output import UsageError, console, printable, show, show_json, size, table
 
 ACCOUNTS = {
     "weights_bytes": "weights",
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         show_json(found)
     else:
-        _console().print(page(found))
+        console().print(page(found))
     return 0 if found["status"].get("ready") else 1
 
 
@@ -75,7 +75,7 @@ def _watch(server: Connection, options: argparse.Namespace) -> int:
                 time.sleep(options.interval)
         from rich.live import Live
 
-        with Live(console=_console(), screen=sys.stdout.isatty(), auto_refresh=False) as live:
+        with Live(console=console(), screen=sys.stdout.isatty(), auto_refresh=False) as live:
             while True:
                 live.update(_page_or_reason(server), refresh=True)
                 time.sleep(options.interval)
@@ -89,12 +89,6 @@ def _page_or_reason(server: Connection) -> Any:
         return page(look(server))
     except (Unreachable, Refused) as error:
         return f"{time.strftime('%H:%M:%S')}  {error}"
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(markup=False, highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
 def page(found: dict[str, Any]) -> Any:
@@ -111,13 +105,12 @@ def page(found: dict[str, Any]) -> Any:
     parts = [head, table(("node", "state", "#rows", "#waiting", "#wait", "#memory", "drafts by"), _nodes(status))]
     parts += [f"{reason}" for reason in _reasons(engines)]
     if any(one.get("admission") for one in engines):
-        parts.append(table(("account", "#GiB", "share of the limit"), _accounts(engines), "Memory"))
+        parts.append(table(("account", "#size", "share of the limit"), _accounts(engines), "Memory"))
     queued = [(one, item) for one in engines for item in one.get("queue") or ()]
     if queued:
         parts.append(table(("#position", "request", "#choices", "#waited", "#expected"), _queue(queued), "Queue"))
     if found["requests"]:
-        columns = ("request", "#seconds", "#first token", "#prompt", "#cached", "#generated", "why")
-        parts.append(table(columns, map(_request, found["requests"]), "Slowest requests"))
+        parts += ["Slowest requests", *map(_request, found["requests"])]
     if found["requests"] is None:
         parts.append("Requests and queue are shown to administrative keys only.")
     return Group(*parts)
@@ -136,7 +129,7 @@ def _nodes(status: dict[str, Any]) -> Iterator[list[object]]:
             f"{engine.get('num_running')}/{engine.get('max_running')}",
             f"{engine.get('num_waiting')}/{engine.get('max_queue')}",
             _seconds(engine.get("expected_wait_s")),
-            None if limit is None else f"{_gib(limit - admission['free_bytes'])}/{_gib(limit)} GiB",
+            None if limit is None else f"{size(limit - admission['free_bytes'])} of {size(limit)}",
             (engine.get("speculation") or {}).get("proposer") or "",
         ]
 
@@ -158,7 +151,7 @@ def _accounts(engines: list[dict[str, Any]]) -> Iterator[list[object]]:
         num_bytes = sum(one.get(name, 0) for one in admissions)
         share = min(1.0, max(0.0, num_bytes / limit))
         bar = "█" * round(BAR_CHARS * share)
-        yield [label, _gib(num_bytes), f"{bar:<{BAR_CHARS}} {share:>4.0%}"]
+        yield [label, size(num_bytes), f"{bar:<{BAR_CHARS}} {share:>4.0%}"]
 
 
 def _queue(queued: list[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[list[object]]:
@@ -168,16 +161,19 @@ def _queue(queued: list[tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[list
         yield [item["position"], f"{item['request_id']}{again}", item["num_rows"], *waits]
 
 
-def _request(one: dict[str, Any]) -> list[object]:
+def _request(one: dict[str, Any]) -> str:
+    """Return two lines, as ids and sentences are too long for a table."""
     usage = one.get("usage") or {}
-    tokens = [usage.get(name) for name in ("num_prompt_tokens", "num_cached_tokens", "num_tokens")]
-    state = "" if one["outcome"] == "answered" else f" ({one['outcome']})"
-    return [f"{one['id']}{state}", _seconds(one["seconds"]), _seconds(one["first_token_s"]), *tokens, one["why"]]
+    facts = [_seconds(one["seconds"])]
+    if one["first_token_s"] is not None:
+        facts.append(f"first token {_seconds(one['first_token_s'])}")
+    if usage:
+        tokens = (usage[name] for name in ("num_prompt_tokens", "num_cached_tokens", "num_tokens"))
+        facts.append("{} prompt tokens ({} cached), {} generated".format(*tokens))
+    if one["outcome"] != "answered":
+        facts.append(f"{one['outcome']} {one['error'] or ''}".strip())
+    return f"  {printable(one['id'])}: {printable(', '.join(map(str, facts)))}\n      {printable(one['why'])}"
 
 
 def _seconds(seconds: float | None) -> str | None:
     return None if seconds is None else f"{seconds:.2f} s"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f}"
