@@ -30,6 +30,7 @@ VERBS = (
     Verb("launch", "start claude, codex, opencode or qwen on the running server", "deployments.commands.launch"),
     Verb("check", "report whether a model can be served on this machine"),
     Verb("keys", "make, list and revoke API keys, without a restart of the server", "deployments.commands.keys"),
+    Verb("doctor", "check this machine and the server, with remedies", "deployments.commands.doctor"),
     Verb("self-test", "check the engine on this machine"),
     Verb("dashboards", "give Grafana Orchard's dashboard, and Prometheus its configuration"),
 )
