@@ -29,6 +29,7 @@ VERBS = (
     Verb("ps", "show the running server: nodes, memory, queue, slow requests", "deployments.commands.ps"),
     Verb("launch", "start claude, codex, opencode or qwen on the running server", "deployments.commands.launch"),
     Verb("check", "report whether a model can be served on this machine"),
+    Verb("bench", "measure the running server: tokens per second of prompts and answers", "deployments.commands.bench"),
     Verb("keys", "make, list and revoke API keys, without a restart of the server", "deployments.commands.keys"),
     Verb("doctor", "check this machine and the server, with remedies", "deployments.commands.doctor"),
     Verb("self-test", "check the engine on this machine"),

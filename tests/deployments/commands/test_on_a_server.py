@@ -125,6 +125,26 @@ def test_watching_ends_by_ctrl_c_with_status_0(graph_server: GraphServer):
     assert running.wait(TIMEOUT_S) == 0 and running.communicate()[1] == b""
 
 
+# --- bench -----------------------------------------------------------------------------------------------------------
+
+
+def test_bench_sends_prompts_and_gets_answers_of_exact_lengths(orchard: Orchard, url: tuple[str, str]):
+    loads = ("--pp", 40, "--tg", 6, "--depth", 0, 64, "--concurrency", 1, 2, "--rounds", 1)
+    status, out, _ = orchard("bench", "--json", *loads, *url)
+    results = json.loads(out)["results"]
+    assert status == 0 and [one["load"]["concurrency"] for one in results] == [1, 2, 1, 2]
+    assert [one["num_cached"] for one in results[:2]] == [0, 0], "each prompt begins with other words"
+    assert all(one["num_cached"] >= 48 for one in results[2:])
+    assert all(one["tg_tokens_per_s"]["median"] > 0 and one["first_token_ms"]["lowest"] > 0 for one in results)
+    assert "tg tokens/s" in orchard("bench", "--pp", 16, "--tg", 2, "--rounds", 1, *url)[1]
+
+
+def test_bench_refuses_what_does_not_fit_before_it_measures(orchard: Orchard, url: tuple[str, str]):
+    status, _, err = orchard("bench", "--pp", 40000, *url)
+    assert status == 1 and "needs 40128 tokens; the context of demo has 32768" in err
+    assert orchard("bench", "--tg", 1, *url)[0] == 2
+
+
 # --- launch ----------------------------------------------------------------------------------------------------------
 
 
