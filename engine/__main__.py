@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -30,7 +31,7 @@ from engine.protocol import (
 )
 from engine.self_test.bench import FULL, QUICK
 from engine.self_test.self_test import SelfTest
-from engine.worker.model_report import check_before_start, report
+from engine.worker.model_report import check_before_start, check_each, report
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -77,6 +78,17 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         "why the model cannot be served, and downloads no weights",
     )
     parser.add_argument(
+        "--weight-bytes",
+        type=int,
+        metavar="N",
+        help="with --engine: size of a hub repository's weights, to be compared",
+    )
+    parser.add_argument(
+        "--check-each",
+        action="store_true",
+        help="report on the models that the standard input names, one a line, as one JSON line for each",
+    )
+    parser.add_argument(
         "--self-test", action="store_true", help="check the engine on this machine, and report in plain text"
     )
     parser.add_argument("--quick", action="store_true", help="with --self-test: short answers, speeds mean little")
@@ -87,6 +99,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--draft-model has an effect only with --check")
     if options.engine is not None and not options.check:
         parser.error("--engine has an effect only with --check")
+    if options.weight_bytes is not None and options.engine is None:
+        parser.error("--weight-bytes has an effect only with --engine")
     if options.quick and not options.self_test:
         parser.error("--quick has an effect only with --self-test")
     if options.self_test and (options.check or options.prompt is not None or options.image):
@@ -269,7 +283,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_command(options: argparse.Namespace) -> int:
     if options.engine is not None:
-        check_before_start(options.engine)
+        check_before_start(options.engine, options.weight_bytes)
+        return 0
+    if options.check_each:
+        for found in check_each(line.rstrip("\n") for line in sys.stdin):
+            print(json.dumps(found), flush=True)
         return 0
     if options.check:
         for line in report(config_of(options), options.draft_model):

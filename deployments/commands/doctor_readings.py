@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from deployments.commands.connection import Connection, Refused, Unreachable
+from deployments.commands.models_on_disk import hub_folder
 from deployments.commands.output import CommandError
 from deployments.http.api_keys import ApiKeysError, read_api_keys
 from deployments.serve_run.config_file import ConfigError, OrchardConfig, read_config
@@ -133,7 +134,7 @@ def take(
         token_mode=_mode(token := Path.home() / ".ray" / "auth_token"),
         is_token_exposed=_is_exposed(token),
         hard_open_files=None if hard == resource.RLIM_INFINITY else hard,
-        disk=_disk((hub_cache(), Path(ray_dir))),
+        disk=_disk((hub_folder(), Path(ray_dir))),
         hub_problem=_hub_problem() if asks_hub else None,
         asked_hub=asks_hub,
         model=model,
@@ -143,12 +144,6 @@ def take(
         keys_problem=None if config is None else _keys_problem(config),
         versions=_versions(),
     )
-
-
-def hub_cache() -> Path:
-    """Return the folder of the hub's client for models, which may not exist."""
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
 
 
 def _config(path: str | None) -> tuple[OrchardConfig | None, str | None]:

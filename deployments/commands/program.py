@@ -28,6 +28,8 @@ VERBS = (
     Verb("run", "ask the model, or chat with it, in the terminal", "deployments.commands.run"),
     Verb("ps", "show the running server: nodes, memory, queue, slow requests", "deployments.commands.ps"),
     Verb("launch", "start claude, codex, opencode or qwen on the running server", "deployments.commands.launch"),
+    Verb("pull", "download a model, checked before the download", "deployments.commands.pull"),
+    Verb("ls", "list the models on this machine, and which can be served", "deployments.commands.ls"),
     Verb("check", "report whether a model can be served on this machine"),
     Verb("bench", "measure the running server: tokens per second of prompts and answers", "deployments.commands.bench"),
     Verb("keys", "make, list and revoke API keys, without a restart of the server", "deployments.commands.keys"),
