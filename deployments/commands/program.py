@@ -33,6 +33,7 @@ VERBS = (
     Verb("check", "report whether a model can be served on this machine"),
     Verb("bench", "measure the running server: tokens per second of prompts and answers", "deployments.commands.bench"),
     Verb("keys", "make, list and revoke API keys, without a restart of the server", "deployments.commands.keys"),
+    Verb("service", "run the server as a service of this user", "deployments.commands.service"),
     Verb("doctor", "check this machine and the server, with remedies", "deployments.commands.doctor"),
     Verb("self-test", "check the engine on this machine"),
     Verb("dashboards", "give Grafana Orchard's dashboard, and Prometheus its configuration"),
