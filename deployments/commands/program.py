@@ -37,6 +37,7 @@ VERBS = (
     Verb("doctor", "check this machine and the server, with remedies", "deployments.commands.doctor"),
     Verb("self-test", "check the engine on this machine"),
     Verb("dashboards", "give Grafana Orchard's dashboard, and Prometheus its configuration"),
+    Verb("report", "collect what a bug report needs, without prompts and keys", "deployments.commands.report"),
 )
 """In the order of `orchard --help`: what a newcomer needs first."""
 

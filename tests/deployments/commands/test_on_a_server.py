@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from pathlib import Path
@@ -143,6 +144,20 @@ def test_bench_refuses_what_does_not_fit_before_it_measures(orchard: Orchard, ur
     status, _, err = orchard("bench", "--pp", 40000, *url)
     assert status == 1 and "needs 40128 tokens; the context of demo has 32768" in err
     assert orchard("bench", "--tg", 1, *url)[0] == 2
+
+
+# --- report ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_has_status_and_timelines_without_prompts(orchard: Orchard, url: tuple[str, str], tmp_path: Path):
+    orchard("run", "What is 12 + 30 for Rumpelstiltskin?", *url)
+    path = tmp_path / "report.tar.gz"
+    assert orchard("report", "--no-logs", "--output", path, *url)[0] == 0
+    with tarfile.open(path) as archive:
+        files = [archive.extractfile(member) for member in archive]
+        text = "".join(file.read().decode() for file in files if file is not None)
+    assert "Rumpel" not in text and "not available" not in text
+    assert '"num_prompt_tokens"' in text and "vllm:" in text and '"admission"' in text
 
 
 # --- launch ----------------------------------------------------------------------------------------------------------
