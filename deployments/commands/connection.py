@@ -149,7 +149,8 @@ class Connection:
         try:
             message = json.loads(content)["error"]["message"]
         except (ValueError, KeyError, TypeError):
-            message = f"{content.strip()[:200] or answer.reason} (is this an Orchard server?)"
+            text = "a web page" if content.lstrip().startswith("<") else content.strip()[:200]
+            message = f"{text or answer.reason} (is this an Orchard server?)"
         return Refused(f"{self.url} answered {request} with {answer.status}: {printable(message)}", answer.status)
 
 
