@@ -15,6 +15,8 @@ import pytest
 
 from tests.deployments.commands.conftest import MAX_RUNNING, GraphServer, Orchard
 from tests.e2e.pictures import shape
+from tests.e2e.programs.terminal import Terminal
+from tests.e2e.server import ROOT
 
 COMMAND = [sys.executable, "-c", "import sys; from deployments.commands.program import main; sys.exit(main())"]
 TIMEOUT_S = 60.0
@@ -72,6 +74,17 @@ def test_ctrl_c_in_a_stream_ends_the_answer_and_frees_its_row(graph_server: Grap
     while httpx.get(f"{graph_server.url}/v1/status").json()["num_running"]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_chat_on_a_terminal_goes_on_after_an_error_and_ends_with_the_input(graph_server: GraphServer, tmp_path: Path):
+    env = {**os.environ, "TERM": "dumb", "HOME": str(tmp_path)}
+    terminal = Terminal([*COMMAND, "run", "--url", graph_server.url, "--verbose"], env, ROOT)
+    deadline = time.monotonic() + TIMEOUT_S
+    terminal.type("/image nowhere.png\rWhat is 12 + 30?\r")
+    assert terminal.wait(lambda: "generated" in terminal.text, deadline), terminal.text
+    assert "nowhere.png cannot be read" in terminal.text and "12 + 30 = 42" in terminal.text
+    terminal.type("\x04")
+    assert terminal.exit_code(deadline) == 0 and "Traceback" not in terminal.text
 
 
 def test_a_reader_that_closes_the_pipe_ends_the_command_without_a_traceback(graph_server: GraphServer):
