@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         file.remove(options.name)
         if options.json:
             show_json({"revoked": options.name, "file": str(file.path)})
-        say(f"{options.name} is revoked: {file.path} has {len(file.entries())} keys. {note}")
+        say(f"{options.name} is revoked; keys left in {file.path}: {len(file.entries())}. {note}")
         return 0
     entries = file.entries()
     if options.json:
