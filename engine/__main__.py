@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -30,7 +31,7 @@ from engine.protocol import (
 )
 from engine.self_test.bench import FULL, QUICK
 from engine.self_test.self_test import SelfTest
-from engine.worker.model_report import check_before_start, report
+from engine.worker.model_report import check_before_start, check_each, report
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -38,7 +39,11 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m engine", description="Answer one prompt, or start a chat if none is given."
     )
-    parser.add_argument("prompt", nargs="?", help="default: start a chat, one line per turn, until end of input")
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        help="'-' reads it from the standard input; default: start a chat, one line per turn, until end of input",
+    )
     parser.add_argument("--image", action="append", default=[], type=Path, help="an image for the (first) prompt")
     parser.add_argument("--model", default="demo", help="'demo', a local directory, or a hub repository")
     parser.add_argument(
@@ -73,6 +78,17 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         "why the model cannot be served, and downloads no weights",
     )
     parser.add_argument(
+        "--weight-bytes",
+        type=int,
+        metavar="N",
+        help="with --engine: size of a hub repository's weights, to be compared",
+    )
+    parser.add_argument(
+        "--check-each",
+        action="store_true",
+        help="report on the models that the standard input names, one a line, as one JSON line for each",
+    )
+    parser.add_argument(
         "--self-test", action="store_true", help="check the engine on this machine, and report in plain text"
     )
     parser.add_argument("--quick", action="store_true", help="with --self-test: short answers, speeds mean little")
@@ -83,6 +99,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--draft-model has an effect only with --check")
     if options.engine is not None and not options.check:
         parser.error("--engine has an effect only with --check")
+    if options.weight_bytes is not None and options.engine is None:
+        parser.error("--weight-bytes has an effect only with --engine")
     if options.quick and not options.self_test:
         parser.error("--quick has an effect only with --self-test")
     if options.self_test and (options.check or options.prompt is not None or options.image):
@@ -211,7 +229,7 @@ async def run(options: argparse.Namespace) -> None:
     try:
         await chat.wait_ready()
         if options.prompt is not None:
-            await chat.ask(options.prompt)
+            await chat.ask(sys.stdin.read() if options.prompt == "-" else options.prompt)
             return
         print("Type a message; end with Ctrl-D.")
         while line := await _read_line():
@@ -265,7 +283,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_command(options: argparse.Namespace) -> int:
     if options.engine is not None:
-        check_before_start(options.engine)
+        check_before_start(options.engine, options.weight_bytes)
+        return 0
+    if options.check_each:
+        for found in check_each(line.rstrip("\n") for line in sys.stdin):
+            print(json.dumps(found), flush=True)
         return 0
     if options.check:
         for line in report(config_of(options), options.draft_model):

@@ -8,11 +8,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.http.api_keys import LOCAL_KEY, NO_KEY, KeyIdentity, read_api_keys
+from deployments.http.api_keys import LOCAL_KEY, NO_KEY, KeyIdentity
 from deployments.http.body_encoding import ENCODINGS
 from deployments.http.client_address import is_ip_address, is_local, is_loopback_name
 from deployments.http.config import HttpConfig
 from deployments.http.errors import ErrorMap, Refusal, error_dialect, shown
+from deployments.http.live_keys import LiveKeys
 from deployments.http.rate_limits import HEADER_NAMES, RateLimits
 
 READY_PATHS = ("/health/ready", "/health", "/ping")
@@ -103,11 +104,14 @@ class AccessRules:
 
     Raises:
         ApiKeysError: See read_api_keys.
+
+    Attributes:
+        keys: The keys in force.
     """
 
     def __init__(self, config: HttpConfig):
         self._needs_key = config.needs_key
-        self._keys = read_api_keys(config)
+        self.keys = LiveKeys(config)
         self._allowed_hosts = frozenset(name.lower().removesuffix(".") for name in config.allowed_hosts)
         self._allowed_origins = frozenset(origin.lower() for origin in config.allowed_origins)
         self._takes_any_host = not config.allowed_hosts and bool(config.open or config.needs_key)
@@ -149,7 +153,7 @@ class AccessRules:
         if not self._needs_key:
             is_trusted = is_local(scope) and all(map(self._is_own, headers.getlist("host")))
             return LOCAL_KEY if is_trusted else NO_KEY
-        found = [self._keys.find(sent) for sent in _sent_keys(scope["path"], headers)]
+        found = [self.keys.find(sent) for sent in _sent_keys(scope["path"], headers)]
         key = next((identity for identity in found if identity is not None), None)
         if key is None:
             raise KeyRequired
@@ -187,6 +191,8 @@ class Access:
             if is_preflight(scope) and origin is not None:
                 return await _preflight_response(scope, origin)(scope, receive, send)
             send = send if origin is None else _send_with_origin(send, origin)
+            if await self._rules.keys.refresh():
+                self._limits.follow(self._rules.keys.identities)
             key = self._rules.identify(scope)
         except Refusal as refusal:
             return await self._errors.response(refusal, scope["state"]["request_id"], scope)(scope, receive, send)

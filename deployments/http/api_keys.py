@@ -98,7 +98,11 @@ _Entries = TypeAdapter(list[ApiKeyEntry])
 
 
 class KeyRing:
-    """The accepted keys, as hashes."""
+    """The accepted keys, as hashes.
+
+    Attributes:
+        identities: The identities behind the keys.
+    """
 
     def __init__(self, keys: Iterable[tuple[str, KeyIdentity]]):
         """Decode the hashes of the keys.
@@ -107,6 +111,7 @@ class KeyRing:
             keys: Pairs of 'sha256:<64 hex digits>' and the identity of the key.
         """
         self._keys = [(bytes.fromhex(hash_.removeprefix("sha256:")), identity) for hash_, identity in keys]
+        self.identities = tuple(identity for _, identity in self._keys)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -118,15 +123,19 @@ class KeyRing:
         return found[0] if found and sent else None
 
 
-def read_api_keys(config: HttpConfig) -> KeyRing:
+def read_api_keys(config: HttpConfig, may_be_empty: bool = False) -> KeyRing:
     """Read the keys of http.api_keys, http.api_keys_file and http.api_keys_env.
+
+    Args:
+        config: Names their places.
+        may_be_empty: Whether the file may have an empty list, as after its last key has been revoked.
 
     Raises:
         ApiKeysError: A file or variable is missing, malformed or readable by others, or a key is defined twice.
     """
     keys = [(f"http.api_keys[{i}]", hash_, _bare(f"api_keys[{i}]")) for i, hash_ in enumerate(config.api_keys)]
     if config.api_keys_file is not None:
-        keys += _of_file(config.api_keys_file)
+        keys += _of_file(config.api_keys_file, may_be_empty)
     if config.api_keys_env is not None:
         keys += _of_variable(config.api_keys_env)
     _check_unique(keys)
@@ -141,24 +150,41 @@ def _bare(name: str) -> KeyIdentity:
     return KeyIdentity(name, is_administrative=True)
 
 
-def _of_file(path: str) -> list[_Key]:
-    place = f"http.api_keys_file: {path}"
+def _of_file(path: str, may_be_empty: bool) -> list[_Key]:
+    place = _place(path)
+    entries = entries_in(_read_private(Path(path).expanduser(), place), path)
+    if not (entries or may_be_empty):
+        raise ApiKeysError(f"{place} contains no keys")
+    return [(f"{place}: [{i}]", entry.hash, entry.identity) for i, entry in enumerate(entries)]
+
+
+def read_entries(path: str) -> list[ApiKeyEntry]:
+    """Read the keys of a file as http.api_keys_file. Raises ApiKeysError."""
+    entries = entries_in(_read_private(Path(path).expanduser(), _place(path)), path)
+    _check_unique([(f"{_place(path)}: [{i}]", entry.hash, entry.identity) for i, entry in enumerate(entries)])
+    return entries
+
+
+def entries_in(text: str, path: str) -> list[ApiKeyEntry]:
+    """Return the keys in the text of the file `path`. Raises ApiKeysError."""
+    place = _place(path)
     try:
-        raw = yaml.safe_load(_read_private(Path(path).expanduser(), place))
+        raw = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:  # its text would quote the file
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
         raise ApiKeysError(f"{place} is not valid YAML{line}: {error.problem}") from None
     except yaml.YAMLError:
         raise ApiKeysError(f"{place} is not valid YAML") from None
     try:
-        entries = _Entries.validate_python(raw)
+        return _Entries.validate_python(raw)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"])
         raise ApiKeysError(f"{place}: {where or 'the file'}: {_mistake(first)}") from None
-    if not entries:
-        raise ApiKeysError(f"{place} contains no keys")
-    return [(f"{place}: [{i}]", entry.hash, entry.identity) for i, entry in enumerate(entries)]
+
+
+def _place(path: str) -> str:
+    return f"http.api_keys_file: {path}"
 
 
 def _read_private(path: Path, place: str) -> str:

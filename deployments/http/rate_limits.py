@@ -2,11 +2,11 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
-from deployments.http.api_keys import KeyIdentity
+from deployments.http.api_keys import KeyIdentity, KeyLimits
 from deployments.http.errors import ErrorDialect, Refusal
 from deployments.in_flight import Pace
 from engine.protocol import InvalidRequest
@@ -88,8 +88,12 @@ class TokenBucket:
     def remaining(self) -> int:
         return max(0, math.floor(self.level + ROUNDING))
 
-    def take(self, amount: int) -> None:
+    def take(self, amount: float) -> None:
         self._level = self.level - amount
+
+    def continue_from(self, other: "TokenBucket") -> None:
+        """Count as used what has been used of another bucket."""
+        self.take(other.per_minute - other.level)
 
     def seconds_until(self, level: float) -> float:
         return max(0.0, level - self.level) * MINUTE_S / self.per_minute
@@ -99,18 +103,24 @@ class KeyUse:
     """The recent use of one key."""
 
     def __init__(self, key: KeyIdentity, clock: Clock):
-        limits = key.limits
         self._name = key.name
-        self._max_rows = limits.max_rows
+        self._clock = clock
         self._pace = Pace(clock)
         self._num_rows = 0
-        self.buckets = {
-            kind: TokenBucket(per_minute, clock)
-            for kind, per_minute in zip(
-                KINDS, (limits.max_requests_per_minute, limits.max_tokens_per_minute), strict=True
-            )
-            if per_minute is not None
-        }
+        self.buckets: dict[str, TokenBucket] = {}
+        self.follow(key.limits)
+
+    def follow(self, limits: KeyLimits) -> None:
+        """Apply other limits. What is in flight and what has been used stay counted."""
+        self._max_rows = limits.max_rows
+        sizes = dict(zip(KINDS, (limits.max_requests_per_minute, limits.max_tokens_per_minute), strict=True))
+        old, self.buckets = self.buckets, {}
+        for kind, per_minute in sizes.items():
+            if per_minute is None:
+                continue
+            bucket = self.buckets[kind] = TokenBucket(per_minute, self._clock)
+            if (before := old.get(kind)) is not None:
+                bucket.continue_from(before)
 
     def check(self, num_choices: int) -> None:
         """Check the limits without counting. Raises RateLimited, InvalidRequest for more choices than max_rows."""
@@ -171,6 +181,13 @@ class RateLimits:
         self._clock = clock
         self._now = now
         self._uses: dict[str, KeyUse] = {}
+
+    def follow(self, identities: Iterable[KeyIdentity]) -> None:
+        """Apply the limits of keys that have been read again. Uses of unchanged limits stay, those of lost keys go."""
+        current = {key.name: key for key in identities if key.limits}
+        self._uses = {name: use for name, use in self._uses.items() if name in current}
+        for name, use in self._uses.items():
+            use.follow(current[name].limits)
 
     def check(self, key: KeyIdentity, num_choices: int) -> None:
         """Check the limits without counting. Raises what `enter` raises."""

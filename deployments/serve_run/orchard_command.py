@@ -17,7 +17,7 @@ def main() -> int:
     """Run the command; return its exit status."""
     if importlib.util.find_spec("deployments") is None:
         add_checkout(Path(__file__).parent / EDITABLE)
-    from deployments.serve_run.cli import main as run
+    from deployments.commands.program import main as run
 
     return run()
 

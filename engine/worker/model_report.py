@@ -4,7 +4,7 @@ No weight is read: sizes come from the files' headers and from a forward that is
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -102,8 +102,12 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
     yield from _memory(config, opened, RowBytes.of(language_model))
 
 
-def check_before_start(config: EngineConfig) -> None:
+def check_before_start(config: EngineConfig, weight_bytes: int | None = None) -> None:
     """Check whether `config.model` can be served here, without downloading or reading a weight.
+
+    Args:
+        config: The engine's configuration.
+        weight_bytes: Size of the weights of a hub repository; None if it is not known.
 
     Raises:
         EngineFailed: It cannot be; the message has the reason.
@@ -111,32 +115,61 @@ def check_before_start(config: EngineConfig) -> None:
     loader.use_device(config.device)
     if is_local(config.model):
         deque(report(config), maxlen=0)
-    else:
-        loader.open_config(config)
+        return
+    loader.open_config(config)
+    if weight_bytes is not None:
+        _left_beside(config, weight_bytes, "the repository")
+
+
+def check_each(models: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield for each local model its `reason` not to be served, None without one, and the lines of its report."""
+    for model in models:
+        lines: dict[str, str] = {}
+        reason = None
+        try:
+            for line in report(EngineConfig(model=model)):
+                label, _, value = line.partition("  ")
+                lines[label] = value.strip()
+        except EngineFailed as error:
+            reason = error.message
+        yield {"model": model, "reason": reason, "lines": lines}
 
 
 def _memory(config: EngineConfig, opened: loader.OpenedModel, row: RowBytes) -> Iterator[str]:
     head = None if opened.head_dir is None else mtp_loader.load_head(opened.head_dir, opened.module.language_model)
     modules = [opened.module] if head is None else [opened.module, head]
     weights = sum(array.nbytes for module in modules for _, array in loader.weights_of(module))
-    limit, headroom = limit_and_headroom(config.memory, memory.default_limit_bytes())
+    limit, _ = limit_and_headroom(config.memory, memory.default_limit_bytes())
     yield f"weights          {_gb(weights)}"
     yield f"quantized        {opened.expansion.text}"
     yield f"memory limit     {_gb(limit)} on this machine"
     most = opened.max_context_tokens
     for length in [*(length for length in CONTEXTS if length < most), most]:
         yield f"row              {_gb(row.row(length))} for {length} tokens"
-    left = limit - headroom - weights
-    if left <= 0:
-        raise EngineFailed(
-            f"the weights of {config.model} take {_gb(weights)} in {opened.dtype}; the limit here is {_gb(limit)} "
-            f"(memory.limit_gb), of which {_gb(headroom)} stay free (memory.headroom_gb). Use a smaller model, or one "
-            "with fewer bits per weight"
-        )
+    left = _left_beside(config, weights, opened.dtype)
     longest = min(row.longest(left), most)
     yield f"longest context  {longest} tokens fit beside the weights, before the intermediate results of a step"
     for bits in get_args(KVBits):
         yield f"kv_cache.bits    {bits}: {_with_bits(opened, bits, left)}"
+
+
+def _left_beside(config: EngineConfig, weights: int, where: str) -> int:
+    """Return the bytes that are left beside the weights. Raises EngineFailed if there are none.
+
+    Args:
+        config: The engine's configuration.
+        weights: Bytes of the weights.
+        where: Their dtype, or their place, for the error.
+    """
+    limit, headroom = limit_and_headroom(config.memory, memory.default_limit_bytes())
+    left = limit - headroom - weights
+    if left <= 0:
+        raise EngineFailed(
+            f"the weights of {config.model} take {_gb(weights)} in {where}; the limit here is {_gb(limit)} "
+            f"(memory.limit_gb), of which {_gb(headroom)} stay free (memory.headroom_gb). Use a smaller model, or one "
+            "with fewer bits per weight"
+        )
+    return left
 
 
 def _with_bits(opened: loader.OpenedModel, bits: int, num_bytes: int) -> str:

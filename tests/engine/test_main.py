@@ -33,6 +33,11 @@ def test_a_question_is_answered():
     assert (result.stdout, result.stderr, result.returncode) == ("12 + 30 = 42\n", "", 0)
 
 
+@pytest.mark.night("a process of its own; the prompt is answered as one of the command line")
+def test_a_question_is_read_from_the_standard_input():
+    assert ask("-", stdin="What is 12 + 30?").stdout == "12 + 30 = 42\n"
+
+
 def test_reader_that_closes_the_output_ends_the_program_without_a_traceback(monkeypatch, capfd):
     reading, writing = os.pipe()
     os.close(reading)

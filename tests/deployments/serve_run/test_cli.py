@@ -112,7 +112,7 @@ def test_a_port_in_use_ends_with_status_1_and_the_pid_before_ray_is_imported(tmp
     assert "Ray is up" not in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["serve", "--object-store-mib", "3"], ["run"]])
+@pytest.mark.parametrize("arguments", [[], ["serve", "--object-store-mib", "3"], ["nosuch"]])
 def test_invalid_command_line_prints_the_usage(tmp_path: Path, arguments: list[str]):
     done = orchard(tmp_path, *arguments)
     assert done.returncode == 2 and done.stderr.startswith("usage: orchard")

@@ -16,7 +16,7 @@ from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.worker import loader, memory
 from engine.worker.language_model import LanguageModel
-from engine.worker.model_report import RowBytes, check_before_start, report
+from engine.worker.model_report import RowBytes, check_before_start, check_each, report
 from engine.worker.model_runner import load_runner
 from tests.support.families import FAMILIES
 from tests.support.zoo import make
@@ -124,3 +124,19 @@ def test_family_of_a_repository_is_refused_before_its_weights_are_downloaded(tmp
     for check in (check_before_start, loader.open_model):
         with pytest.raises(EngineFailed, match="does not implement it"):
             check(EngineConfig(model="org/model", device="cpu"))
+
+
+def test_weights_of_a_repository_are_compared_with_the_memory_before_their_download(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text((DEMO_MODEL / "config.json").read_text())
+    monkeypatch.setattr(checkpoint.huggingface_hub, "snapshot_download", lambda *args, **kwargs: str(tmp_path))
+    config = EngineConfig(model="org/model", device="cpu")
+    check_before_start(config, 2**20)
+    with pytest.raises(EngineFailed, match=r"weights of org/model take 1048576.000 GiB in the repository; the limit"):
+        check_before_start(config, 2**50)
+
+
+def test_several_models_are_reported_on_one_after_the_other(tmp_path):
+    found = {one["model"]: one for one in check_each(["demo", str(tmp_path)])}
+    assert found["demo"]["reason"] is None and found["demo"]["lines"]["family"] == "qwen3_5: can be served"
+    assert found["demo"]["lines"]["longest context"].startswith("32768 tokens")
+    assert "config.json: the file is missing" in found[str(tmp_path)]["reason"]
