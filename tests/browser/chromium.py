@@ -22,8 +22,8 @@ PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
 OPTIONS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars",
-    "--remote-debugging-port=0", "about:blank",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
+    "--hide-scrollbars", "--remote-debugging-port=0", "about:blank",
 )  # fmt: skip
 
 

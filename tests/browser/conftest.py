@@ -24,7 +24,7 @@ def server(browser: Chromium, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def open_page(browser: Chromium, server: PageServer) -> Iterator[Callable[..., Window]]:
-    """open_page(path, dark=..., width=..., height=...): a window in which no script may fail and nothing be forbidden."""
+    """open_page(path, dark=..., width=..., height=...): a window in which no script may fail."""
     windows: list[Window] = []
 
     def open_one(path: str = "/", **options: object) -> Window:
