@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,8 @@ class Chromium:
         self._dir = Path(tempfile.mkdtemp(prefix="orc-chromium-"))
         command = [program, f"--user-data-dir={self._dir}", *OPTIONS]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self._socket = connect(self._address(), max_size=None, compression=None)
+        self._open = ExitStack()
+        self._socket = self._open.enter_context(connect(self._address(), max_size=None, compression=None))
         self._ids = count(1)
         self._events: dict[str, list[dict[str, Any]]] = {}
 
@@ -95,7 +97,7 @@ class Chromium:
 
     def close(self) -> None:
         """End the browser and remove its profile."""
-        self._socket.close()
+        self._open.close()
         self._process.kill()
         self._process.wait()
         shutil.rmtree(self._dir, ignore_errors=True)
@@ -115,7 +117,7 @@ class Window:
     def go(self, url: str) -> None:
         """Load an address and wait until the page has started."""
         self.call("Page.navigate", url=url)
-        self.wait("document.documentElement.dataset.ready === 'true'")
+        self.wait("document.documentElement?.dataset.ready === 'true'")
 
     def resize(self, width: int, height: int) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
@@ -136,7 +138,7 @@ class Window:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                if value := self.run(condition):
+                if value := self.run(f"((found) => found instanceof Node || found)({condition})"):
                     return value
             except PageError as error:
                 if "context" not in str(error):  # the page is being loaded

@@ -13,6 +13,8 @@ import asyncio
 import hashlib
 import json
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from tests.deployments.http.conftest import FakeBackend
 from tests.e2e.server import free_port
 
 START_TIMEOUT_S = 120.0
+WAIT_S = 20.0
 ADMIN, ANN = "key-of-the-administrator", "key-of-ann"
 IMAGES = frozenset({"image"})
 
@@ -42,10 +45,10 @@ class PageServer:
 
     def __init__(self, folder: Path):
         self.scripted = FakeBackend()
+        self.paths = Counter[str]()
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._keys = folder / "keys.json"
-        self._commands: asyncio.Queue[tuple[Callable[[], Coroutine[Any, Any, Any]], Any]]
         self._is_up = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -65,7 +68,7 @@ class PageServer:
         self._keys.chmod(0o600)
         keyed = create_app(self.ingress, HttpConfig(api_keys_file=str(self._keys)), IMAGES)
         scripted = create_app(self.scripted, HttpConfig(), IMAGES)
-        return _Prefixes(self.house.graph.app, {"/keyed": keyed, "/scripted": scripted})
+        return _Prefixes(self.house.graph.app, {"/keyed": keyed, "/scripted": scripted}, self.paths)
 
     @property
     def ingress(self) -> Any:
@@ -96,6 +99,21 @@ class PageServer:
         """Run a coroutine in the server's loop and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_TIMEOUT_S)
 
+    def run_soon(self, work: Callable[[], None]) -> None:
+        """Call a function in the server's loop."""
+        self._loop.call_soon_threadsafe(work)
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Wait until something is true in the server."""
+        deadline = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline, "this has not become true"
+            time.sleep(0.01)
+
+    def num_connections(self, path: str) -> int:
+        """Return how many requests for a path are being answered."""
+        return self.paths[path]
+
     def go_away(self) -> None:
         """Close the port and all connections, as when the process ends."""
         self.call(self._hang_up())
@@ -109,13 +127,21 @@ class PageServer:
 
 
 class _Prefixes:
-    """Hands requests below a prefix to its app, without the prefix."""
+    """Hands requests below a prefix to its app, without the prefix. Counts those that are being answered by path."""
 
-    def __init__(self, app: FastAPI, others: dict[str, FastAPI]):
+    def __init__(self, app: FastAPI, others: dict[str, FastAPI], paths: Counter[str]):
         self._app = app
         self._others = others
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._paths[scope["path"]] += 1
+        try:
+            await self._pass(scope, receive, send)
+        finally:
+            self._paths[scope["path"]] -= 1
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         for prefix, app in self._others.items():
             if scope["path"].startswith(prefix + "/"):
                 path = scope["path"].removeprefix(prefix)

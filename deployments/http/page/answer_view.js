@@ -13,6 +13,9 @@ const ENDS = {
 
 const LEAST_PAUSE_MS = 40, SHARE_OF_TIME = 4;
 
+/** Of a shorter time no speed is told. */
+const LEAST_DECODE_S = 0.02;
+
 /** Shows one answer. */
 export class AnswerView {
   /**
@@ -127,7 +130,7 @@ function indented(json) {
 
 function figureWords({ prompt, cached, skipped, tokens, drafted, accepted, firstS, decodeS }) {
   return [
-    decodeS > 0 && tokens > 1 && `${((tokens - 1) / decodeS).toFixed(1)} tokens/s`,
+    decodeS > LEAST_DECODE_S && tokens > 1 && `${((tokens - 1) / decodeS).toFixed(1)} tokens/s`,
     firstS !== null && `first token after ${seconds(firstS)}`,
     plural(tokens, "token"),
     `${count(cached)} of ${plural(prompt, "prompt token")} cached`,

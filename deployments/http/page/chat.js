@@ -17,9 +17,11 @@ export class Chat {
   /**
    * @param {object} store See store.js.
    * @param {() => void} openSettings
+   * @param {() => void} onLost Called when the server does not answer.
    */
-  constructor(store, openSettings) {
+  constructor(store, openSettings, onLost) {
     this._store = store;
+    this._onLost = onLost;
     this._openSettings = openSettings;
     const part = (id) => document.getElementById(id);
     [this._log, this._prompt, this._send, this._list] = ["log", "prompt", "send", "list"].map(part);
@@ -160,6 +162,7 @@ export class Chat {
     } catch (error) {
       if (error.name === "AbortError") answer.finish = "stopped";
       else answer.error = kept(error);
+      if (error.status === 0) this._onLost();
     } finally {
       clearInterval(waiting);
       if (this._running === running) this._running = null;

@@ -36,7 +36,7 @@ const isServerShown = () => shown === "server" && !document.hidden;
 const follow = () => (isServerShown() ? server.open() : server.close());
 const connection = new Connection(part("connection"), showModel);
 const settings = new SettingsDialog(part("settings"), () => { showModel(); follow(); });
-const chat = new Chat(store, () => settings.open());
+const chat = new Chat(store, () => settings.open(), () => connection.watch());
 
 part("open-settings").addEventListener("click", () => settings.open());
 startMenu();
