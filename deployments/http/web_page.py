@@ -66,7 +66,7 @@ class PageFile:
     def read(cls, path: Path) -> "PageFile":
         """Read and compress a file of FOLDER."""
         body = path.read_bytes()
-        return cls(TYPES[path.suffix], body, gzip.compress(body, mtime=0), hashlib.sha256(body).hexdigest()[:16])
+        return cls(TYPES[path.suffix], body, gzip.compress(body, mtime=0), hashlib.sha256(body).hexdigest()[:32])
 
     def response(self, accepted: str, known: str) -> Response:
         """Return the file, or 304 without a body.

@@ -10,7 +10,7 @@ const ACCOUNTS = {
 
 const PROPOSERS = { mtp: "MTP head", draft_model: "draft model", prompt_lookup: "prompt lookup" };
 
-const MAX_SHORT = 16;
+const MAX_SHORT = 16, MAX_MISSES = 5;
 
 /** @param {string} title @param {...Node} content @returns {HTMLElement} */
 export const card = (title, ...content) => el("section.card", {}, el("h2", {}, title), ...content);
@@ -75,7 +75,7 @@ export function queue({ engines, num_waiting: numWaiting, is_administrative: isA
 export function cache({ totals, engines }) {
   const asked = totals.hits + totals.misses;
   const reasons = Object.entries(totals.misses_by_reason).filter(([, num]) => num).map(([why, num]) => `${why} ${count(num)}`);
-  const misses = engines.flatMap(({ recent_misses: found = [] }) => found).slice(0, 5);
+  const misses = [...new Set(engines.flatMap(({ recent_misses: found = [] }) => found.map(({ explanation }) => explanation)))];
   const off = engines.map(({ off: reason }) => reason).find(Boolean);
   return card("Prefix cache",
     ...(off ? [el("p", {}, `Off: ${off}.`)] : []),
@@ -85,7 +85,7 @@ export function cache({ totals, engines }) {
       `${count(totals.evicted)} evicted.`),
     ...(reasons.length ? [el("p", {}, `Misses by reason: ${reasons.join(", ")}.`)] : []),
     ...(misses.length ? [el("h3", {}, "Last misses"),
-      el("ul", {}, ...misses.map(({ explanation }) => el("li", {}, explanation)))] : []));
+      el("ul", {}, ...misses.slice(0, MAX_MISSES).map((sentence) => el("li", {}, sentence)))] : []));
 }
 
 /** @param {object[]} engines Of the status. @returns {HTMLElement} */

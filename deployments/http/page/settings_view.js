@@ -4,13 +4,13 @@ import { getJson } from "./api.js";
 import { el } from "./dom.js";
 import { apiKey, DEFAULTS, isKeyKept, keepKey, keepSettings, settings } from "./settings.js";
 
-const EFFORTS = { "": "the server's default", none: "none", low: "low", medium: "medium", high: "high" };
+const EFFORTS = { "": "default", none: "none", low: "low", medium: "medium", high: "high" };
 
 const NUMBERS = [
   ["temperature", "Temperature", { min: 0, max: 2, step: "any" }, "0: always the likeliest token"],
   ["topP", "Top p", { min: 0, max: 1, step: "any" }, ""],
   ["seed", "Seed", { step: 1 }, "the same seed gives the same answer"],
-  ["maxTokens", "Most tokens of an answer", { min: 1, step: 1 }, ""],
+  ["maxTokens", "Most tokens", { min: 1, step: 1 }, "of an answer, thoughts included"],
 ];
 
 /** Opens the dialog. */
@@ -39,7 +39,7 @@ export class SettingsDialog {
     this._model = keep("model", el("select", {}, el("option", { value: "" }, "the server's model")));
     const options = Object.entries(EFFORTS).map(([value, text]) => el("option", { value, selected: value === now.effort }, text));
     const numbers = NUMBERS.map(([name, label, limits, hint]) => labelled(label, keep(name, el("input", {
-      type: "number", inputMode: "decimal", placeholder: "the server's default", value: now[name], ...limits })), hint));
+      type: "number", inputMode: "decimal", placeholder: "default", value: now[name], ...limits })), hint));
     this._key = el("input", { type: "password", id: "set-key", autocomplete: "off", value: apiKey() });
     this._isKept = el("input", { type: "checkbox", checked: isKeyKept() });
     this._fault = el("p", { role: "alert" });
