@@ -12,8 +12,8 @@ from engine.protocol import Cancelled, InvalidRequest, Overloaded, ScoringTooSlo
 PROBES = ("/health", "/health/live", "/health/ready", "/ping")
 """Routes that load balancers ask every few seconds."""
 
-QUESTIONS = ("status", "status_here", "figures", "/v1/status", "/metrics")
-"""Methods of replicas that `/v1/status`, `/metrics` and the probes call, as Serve's access log names them."""
+QUESTIONS = ("status", "status_here", "figures", "/v1/status", "/v1/status/stream", "/metrics")
+"""Methods of replicas that the status, `/metrics` and the probes call, as Serve's access log names them."""
 
 PAGE_FILES = "/page/"
 """Start of the paths of the page's files, which a browser asks for all at once."""

@@ -42,7 +42,9 @@ export function rendered(text) {
   }
   for (const block of fragment.querySelectorAll("pre")) {
     block.tabIndex = 0;
-    block.before(copyButton(() => block.textContent));
+    const frame = el("div.code");
+    block.replaceWith(frame);
+    frame.append(block, copyButton(() => block.textContent));
   }
   for (const table of fragment.querySelectorAll("table")) {
     const frame = el("div.scroll", { tabIndex: 0, role: "group", "aria-label": "Table" });

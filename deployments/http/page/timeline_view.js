@@ -6,12 +6,16 @@ import { plural, seconds, share } from "./words.js";
 
 const TRIES = 4, PAUSE_MS = 250;
 
+/** Of the request's time; shorter phases are shown together. */
+const LEAST_SHARE = 0.01;
+
 const NAMES = {
   proxy: "in the HTTP proxy", body: "its body arrived", parse: "its body was read", place: "a place on a node was reserved",
   plan: "the prompt was prepared", engine: "the engine had it", handover: "it went to the engine",
   grammar: "the grammar was compiled", queue: "it waited in the queue", prefill: "the prompt was computed",
   decode: "the answer was generated", preempted: "it waited again after it had been preempted",
   return: "the tokens came back", send: "the rest was sent",
+  rest: "everything else",
 };
 
 /**
@@ -33,7 +37,10 @@ export async function fetchTimeline(requestId) {
 
 /** @param {object} timeline @returns {HTMLElement} Its sentence, and a bar for each phase. */
 export function timelineView(timeline) {
-  const rows = timeline.phases.filter((phase) => phase.seconds >= 0.0005).map((phase) => (
+  const isShown = (phase) => phase.seconds >= LEAST_SHARE * timeline.seconds;
+  const shown = timeline.phases.filter(isShown);
+  const rest = timeline.phases.filter((phase) => !isShown(phase)).reduce((sum, phase) => sum + phase.seconds, 0);
+  const rows = [...shown, ...(rest ? [{ name: "rest", seconds: rest }] : [])].map((phase) => (
     el("tr", {},
       el("td", {}, NAMES[phase.name] ?? phase.name, facts(phase) && el("span.quiet", {}, `, ${facts(phase)}`)),
       el("td.number", {}, seconds(phase.seconds)),
