@@ -17,11 +17,12 @@ DROP = """
 (async () => {
   const content = Uint8Array.from(atob("%s"), (sign) => sign.charCodeAt(0));
   const transfer = new DataTransfer();
-  transfer.items.add(new File([content], "shape.png", {type: "image/png"}));
+  transfer.items.add(new File([content], "%s", {type: "%s"}));
   document.getElementById("%s").dispatchEvent(
     new %s("%s", {bubbles: true, cancelable: true, %s: transfer}));
 })()
 """
+PNG, MP4, TEXT = ("shape.png", "image/png"), ("film.mp4", "video/mp4"), ("notes.txt", "text/plain")
 TOOL = {
     "type": "function",
     "function": {
@@ -82,16 +83,26 @@ def test_edit_replaces_what_follows_and_regenerate_uses_the_cache(open_page: Ope
 def test_images_come_by_drop_and_by_paste(open_page: OpenPage):
     page = open_page()
     set_settings(page, temperature="0")
-    page.run(DROP % (picture(), "chat", "DragEvent", "drop", "dataTransfer"))
+    page.run(DROP % (picture(), *PNG, "chat", "DragEvent", "drop", "dataTransfer"))
     page.wait("document.querySelectorAll('#attached img').length === 1")
     ask(page, "What is in the image?")
     page.wait_text(".answer .figures", "cached")
     assert "green circle" in page.text(".answer > .text")
     assert page.run("document.querySelector('.question img').naturalWidth") == 128
-    page.run(DROP % (picture(), "prompt", "ClipboardEvent", "paste", "clipboardData"))
+    page.run(DROP % (picture(), *PNG, "prompt", "ClipboardEvent", "paste", "clipboardData"))
     page.wait("document.querySelectorAll('#attached img').length === 1")
     page.click("#attached button")
     page.wait("document.querySelectorAll('#attached img').length === 0")
+
+
+def test_a_video_is_sent_as_one_and_other_files_are_not_taken(open_page: OpenPage, server: PageServer):
+    page = open_page("/scripted/")
+    page.run(DROP % ("AAAA", *TEXT, "chat", "DragEvent", "drop", "dataTransfer"))
+    page.wait_text("#log .note", "notes.txt: only images and videos can be attached.")
+    page.run(DROP % ("AAAA", *MP4, "chat", "DragEvent", "drop", "dataTransfer"))
+    page.wait("document.querySelectorAll('#attached video').length === 1")
+    ask(page, "What happens?")
+    assert "video" in page.wait_text(".error", "messages[0]")  # this backend reads images alone
 
 
 def test_a_thought_is_folded(open_page: OpenPage):

@@ -8,6 +8,7 @@ import tarfile
 from collections.abc import Callable
 from hashlib import sha512
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,29 @@ def test_the_stream_ends_with_the_tab_and_is_opened_again_when_the_server_comes_
     page.wait_text("#server", "is ready")
     page.click("#tab-chat")
     server.wait(lambda: not server.num_connections("/v1/status/stream"))
+
+
+def queued(position: int, expected_wait_s: float | None) -> dict[str, Any]:
+    counts = {"num_rows": 1, "num_bytes": 3 * 2**20, "waited_s": 2.5}
+    return {"request_id": f"chatcmpl-{position}", "position": position, "expected_wait_s": expected_wait_s, **counts}
+
+
+def test_queued_requests_have_positions_and_predicted_waits(
+    open_page: OpenPage, server: PageServer, monkeypatch: pytest.MonkeyPatch
+):
+    status = server.call(server.ingress.status())
+    [engine] = status["engines"]
+    waiting = {"queue": (queued(1, 4.0), queued(2, None)), "num_waiting": 2, "expected_wait_s": 8.0}
+    status |= {"num_waiting": 2, "engines": [{**engine, "engine": {**engine["engine"], **waiting}}]}
+
+    async def full() -> dict[str, Any]:
+        return status
+
+    monkeypatch.setattr(server.scripted, "status", full)
+    page = open_page("/scripted/#server")
+    text = page.wait_text("#server", "2 requests wait. A new one is expected to wait 8.00 s.")
+    assert "1\tchatcmpl-1\t1\t3.0 MB\t2.50 s\t4.00 s" in text
+    assert "2\tchatcmpl-2\t1\t3.0 MB\t2.50 s\tunknown" in text
 
 
 def test_tabs_are_reached_by_keys(open_page: OpenPage):
