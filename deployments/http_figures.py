@@ -1,7 +1,8 @@
 """HttpFigures: what an ingress has answered, as plain numbers for its metrics."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 NO_KEY_NAME = "none"
 """Stands for the name of the API key on a server without keys."""
@@ -77,3 +78,12 @@ class HttpFigures:
         for usage in self.usage.values():
             total.add(usage)
         return HttpFigures(self.responses, self.errors, self.refusals, {ALL_KEYS: total})
+
+    def status(self, shows_names: bool) -> dict[str, Any]:
+        """Return errors, refusals and usage for `/v1/status`. shows_names: whether it may name the API keys."""
+        usage = self.usage if shows_names else self.without_names().usage
+        return {
+            "errors": {f"{status} {code}": num for (status, code), num in self.errors.items()},
+            "refusals": dict(self.refusals),
+            "keys": {name: asdict(used) for name, used in usage.items()},
+        }

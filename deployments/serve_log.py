@@ -12,8 +12,11 @@ from engine.protocol import Cancelled, InvalidRequest, Overloaded, ScoringTooSlo
 PROBES = ("/health", "/health/live", "/health/ready", "/ping")
 """Routes that load balancers ask every few seconds."""
 
-QUESTIONS = ("status", "status_here", "figures", "/v1/status", "/metrics")
-"""Methods of replicas that `/v1/status`, `/metrics` and the probes call, as Serve's access log names them."""
+QUESTIONS = ("status", "status_here", "figures", "/v1/status", "/v1/status/stream", "/metrics")
+"""Methods of replicas that the status, `/metrics` and the probes call, as Serve's access log names them."""
+
+PAGE_FILES = "/page/"
+"""Start of the paths of the page's files, which a browser asks for all at once."""
 
 SCALING = ("Upscaling ", "Downscaling ", "Instantiating class-callable autoscaling policy")
 """Begin of lines about autoscaling in the controller that `autoscaling_state.py` does not log."""
@@ -59,7 +62,8 @@ def _probe_at_debug(record: logging.LogRecord) -> bool:
         return True
     method, _, rest = record.getMessage().partition(" ")
     asked = rest.partition(" ")[0]
-    if not (asked in QUESTIONS if method == "CALL" else is_probe(asked)):
+    is_quiet = asked in QUESTIONS if method == "CALL" else is_probe(asked) or asked.startswith(PAGE_FILES)
+    if not is_quiet:
         return True
     return _at_debug(record)
 

@@ -213,7 +213,7 @@ def _keys_problem(config: OrchardConfig) -> str | None:
 def _versions() -> dict[str, tuple[str | None, str]]:
     """Return the installed and the pinned version of each package that computes or serves."""
     found = {}
-    for line in importlib.metadata.requires("orchard") or ():
+    for line in importlib.metadata.requires("orchard-mlx") or ():
         match = re.match(r"([A-Za-z0-9-]+)(?:\[[^\]]*\])?==([^;\s]+)\s*$", line)
         if match and match[1] in CHECKED_PACKAGES:
             try:

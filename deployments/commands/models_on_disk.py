@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.demo import DEMO_MODEL
+from engine.smollm2 import SMOLLM2, smollm2_directory
 from engine.user_cache import user_cache
 
 
@@ -16,7 +17,7 @@ class ModelOnDisk:
     """A model, or a part of one, on the disk."""
 
     name: str
-    """As `orchard serve --model` takes it."""
+    """As `orchard serve` takes it."""
     path: Path
     num_bytes: int
     """Of its weights; 0 if only its configuration is here."""
@@ -36,14 +37,14 @@ def hub_folder() -> Path:
 
 def models_on_disk(directories: Iterable[Path]) -> list[ModelOnDisk]:
     """Return the models by name; of a hub repository the newest snapshot."""
-    found = [_read("demo", DEMO_MODEL)]
+    found = [_read("demo", DEMO_MODEL), _read(SMOLLM2, smollm2_directory())]
     for repository in sorted(hub_folder().glob("models--*")):
         snapshots = sorted(repository.glob("snapshots/*"), key=lambda path: path.stat().st_mtime)
         if snapshots:
             name = repository.name.removeprefix("models--").replace("--", "/", 1)
             found.append(_read(name, snapshots[-1]))
     for directory in (user_cache(), *directories):
-        found += [_read(str(path), path) for path in _below(directory)]
+        found += [_read(str(path), path) for path in _below(directory) if path != smollm2_directory()]
     return [one for one in found if one is not None]
 
 

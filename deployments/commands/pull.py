@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
         show_json({"model": options.model, "path": str(path), "num_bytes": whole})
     else:
         show(str(path))
-    say(f"`orchard serve --model {options.model}` serves it.")
+    say(f"`orchard serve {options.model}` serves it.")
     return 0
 
 

@@ -21,6 +21,9 @@ READY_PATHS = ("/health/ready", "/health", "/ping")
 OPEN_PATHS = ("/health/live", *READY_PATHS)
 """Routes without checks: load balancers call them without a key, and some with a foreign Host header."""
 
+PAGE_PATH, PAGE_FILES = "/", "/page/"
+"""The page and the start of the paths of its files, which contain no data: a browser loads them before it has a key."""
+
 _CORS_METHODS = "GET, POST, DELETE"
 _CORS_EXPOSED = ", ".join(
     ("x-request-id", "request-id", "retry-after", "x-orchard-ignored", "x-orchard-timing", *HEADER_NAMES)
@@ -135,7 +138,7 @@ class AccessRules:
     def identify(self, scope: Scope) -> KeyIdentity:
         """Return the identity of a request's API key. Raises KeyRequired, WrongContentType, WrongContentEncoding."""
         headers = Headers(scope=scope)
-        if scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS or _is_of_page(scope):
             return NO_KEY
         key = self._key_of(scope, headers)
         if _has_body(scope, headers) and not _is_json(headers.get("content-type", "")):
@@ -238,6 +241,12 @@ def _sent_keys(path: str, headers: Headers) -> list[str]:
     if error_dialect(path) == "anthropic":
         return own or bearer
     return bearer + own
+
+
+def _is_of_page(scope: Scope) -> bool:
+    """Tell whether a request reads the page or one of its files."""
+    path = scope["path"]
+    return scope["method"] in ("GET", "HEAD") and (path == PAGE_PATH or path.startswith(PAGE_FILES))
 
 
 def is_preflight(scope: Scope) -> bool:

@@ -25,6 +25,8 @@ from deployments.http.request_id import RequestId
 from deployments.http.requests import Requests
 from deployments.http.response_counter import ResponseCounter
 from deployments.http.responses.endpoints import Responses
+from deployments.http.status_stream import StatusStream
+from deployments.http.web_page import WebPage
 from deployments.http_figures import HttpFigures
 from deployments.protocol import Backend
 
@@ -63,9 +65,11 @@ def create_app(
         Messages(context),
         Models(context),
         Operations(context),
+        StatusStream(context),
         Requests(context),
         Metrics(context),
         Documentation(context),
+        WebPage(context),
     )
     for endpoint in endpoints:
         endpoint.add_to(app)

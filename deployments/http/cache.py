@@ -97,7 +97,7 @@ def explanation(miss: CacheMiss, spell: Spell | None = None) -> str:
 
 
 def _unserved(miss: CacheMiss, spell: Spell | None) -> str:
-    snapshot = f"a snapshot at a {miss.boundary or 'prompt'} boundary"
+    snapshot = f"a snapshot at {'an' if miss.boundary == 'answer' else 'a'} {miss.boundary or 'prompt'} boundary"
     lost = f"{snapshot} covered {miss.boundary_tokens} of {miss.num_prompt_tokens} tokens, but"
     common = (
         f"the first {miss.num_common} of {miss.num_prompt_tokens} tokens match {snapshot} "

@@ -45,7 +45,7 @@ class HttpConfig(Frozen):
     api_keys: tuple[ApiKey, ...] = Field(
         default=(),
         description="SHA-256 hashes of administrative API keys, each 'sha256:' and 64 hex digits; with any key set, "
-        "every route except /health/* requires one, in 'Authorization: Bearer' or 'x-api-key'",
+        "every route except /health/* and the page requires one, in 'Authorization: Bearer' or 'x-api-key'",
     )
     api_keys_file: str | None = Field(
         default=None,

@@ -19,7 +19,7 @@ class Documentation:
         app.add_route("/openapi.json", guard(self.document), ["GET"])
         describe("/openapi.json", "GET", None, "This document.")
         app.add_route("/docs", guard(self.page), ["GET"])
-        describe("/docs", "GET", None, "This document as a page.")
+        describe("/docs", "GET", None, "This document as a page.", media_type="text/html")
 
     async def document(self, request: Request) -> Response:
         return JSONResponse(self._context.api.document)

@@ -18,7 +18,8 @@ class Metrics:
 
     def add_to(self, app: FastAPI) -> None:
         app.add_route(METRICS_PATH, self._context.errors.guard(self.metrics), ["GET"])
-        self._context.api.describe(METRICS_PATH, "GET", None, "Return the metrics of this node for Prometheus.")
+        summary = "Return the metrics of this node for Prometheus."
+        self._context.api.describe(METRICS_PATH, "GET", None, summary, media_type="text/plain")
 
     async def metrics(self, request: Request) -> Response:
         text = await self._context.backend.metrics(shows_names=request.state.is_administrative)

@@ -71,6 +71,8 @@ class Operation:
     """One sentence."""
     example: dict[str, Any] | None = None
     """A valid body."""
+    media_type: str = "application/json"
+    """Content type of the answer. A body model with `stream` adds text/event-stream."""
 
     @property
     def id(self) -> str:
@@ -92,12 +94,18 @@ class ApiDocument:
         self._written: dict[str, Any] | None = None
 
     def describe(
-        self, path: str, method: str, body_model: Any, summary: str, example: dict[str, Any] | None = None
+        self,
+        path: str,
+        method: str,
+        body_model: Any,
+        summary: str,
+        example: dict[str, Any] | None = None,
+        media_type: str = "application/json",
     ) -> None:
         """Add an operation; the arguments are documented in Operation."""
         if example is not None and "model" in example:
             example = {**example, "model": self._model_name}
-        self.operations.append(Operation(path, method, body_model, summary, example))
+        self.operations.append(Operation(path, method, body_model, summary, example, media_type))
         self._written = None
 
     @property
@@ -174,11 +182,10 @@ def _content(schema: dict[str, Any], operation: Operation) -> dict[str, Any]:
 
 
 def _responses(operation: Operation, streams: bool) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    is_json = operation.media_type == "application/json"
+    content: dict[str, Any] = {operation.media_type: {"schema": {"type": "object" if is_json else "string"}}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    if operation.path == "/docs":
-        content = {"text/html": {"schema": {"type": "string"}}}
     name, _ = ERRORS[error_dialect(operation.path)]
     error = {"application/json": {"schema": {"$ref": REF_TEMPLATE.format(model=name)}}}
     errors = {status: {"description": why, "content": error} for status, why in ERROR_STATUSES.items()}

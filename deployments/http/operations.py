@@ -1,14 +1,12 @@
 """The routes for operators: health, status, and the prefix cache."""
 
-from typing import Any
-
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from deployments.http.access import READY_PATHS, AdministratorOnly
 from deployments.http.context import HttpContext
-from deployments.http.redaction import administrative_view, public_view
+from deployments.http.status_view import status_of, viewed
 
 
 class Operations:
@@ -40,17 +38,11 @@ class Operations:
         return JSONResponse({"status": "not ready", "reason": reason}, 503)
 
     async def status(self, request: Request) -> Response:
-        here = {"bodies": self._context.bodies.status(), "ignored_fields": self._context.ignored.status()}
-        return _page(request, {**await self._context.backend.status(), **here})
+        return JSONResponse(await status_of(self._context, request))
 
     async def cache(self, request: Request) -> Response:
         if request.method == "DELETE":
             if not request.state.is_administrative:
                 raise AdministratorOnly("DELETE /v1/cache")
             return JSONResponse(await self._context.backend.clear_cache())
-        return _page(request, await self._context.backend.cache_status())
-
-
-def _page(request: Request, page: dict[str, Any]) -> Response:
-    view = administrative_view if request.state.is_administrative else public_view
-    return JSONResponse(view(page))
+        return JSONResponse(viewed(request, await self._context.backend.cache_status()))

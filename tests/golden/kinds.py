@@ -22,8 +22,8 @@ FILES = Path(__file__).parent / "files"
 UNFROZEN = {"16 URLs of one dead host": "the error names the image whose connection failed first"}
 """Hostile rows with several right answers, and why."""
 
-NOW = ("work", "queue")
-"""Keys of a status page that depend on the requests of this moment."""
+NOW = ("work", "queue", "answers")
+"""Keys of a status page that depend on the requests of this moment, or on those before it."""
 
 
 @dataclass(frozen=True)

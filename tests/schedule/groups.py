@@ -18,6 +18,9 @@ OWN_SERVERS = (
 )
 """Files of tests/e2e whose tests do not use the server of all others."""
 
+BROWSER = "browser"
+"""The group of all tests of the page, which share a browser and a server."""
+
 SERVERS = "servers"
 """The group of all tests with real servers: they start one after the other, as each start takes all cores for a while.
 Mostly they wait, so two other processes have enough to do beside them."""
@@ -26,8 +29,10 @@ ONE_SERVER, OWN_SERVER, CLUSTER = range(3)
 
 
 def group_of(node_id: str) -> str:
-    """Return the group of a test: the path of its file, or SERVERS."""
+    """Return the group of a test: the path of its file, SERVERS or BROWSER."""
     file = node_id.partition("::")[0]
+    if "browser" in PurePosixPath(file).parts:
+        return BROWSER
     return file if place_of(file) is None else SERVERS
 
 
