@@ -29,9 +29,8 @@ NAMES = {
 }
 """Module of a layer in GGUF -> in MLX."""
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-SAMPLING = {"do_sample": False, "repetition_penalty": 1.1}
-"""For requests that ask for nothing else. Sampled, so small a model loses the thread; without a penalty it repeats
-itself until the context is full."""
+SAMPLING = {"do_sample": False}
+"""For requests that ask for nothing else: sampled, so small a model loses the thread."""
 CONTROL = 3
 """Type of control tokens in a GGUF."""
 
