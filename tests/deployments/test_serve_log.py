@@ -198,6 +198,7 @@ def test_levels_and_formats_that_serve_sets_later_are_followed(tmp_path: Path):
 
 
 PROBES = ["GET /health/ready 503 3.1ms", "GET /ping 200 1.0ms", "CALL status OK 0.3ms", "CALL /v1/status OK 0.3ms"]
+PROBES += ["CALL /v1/status/stream OK 0.3ms", "GET /page/main.js 200 1.0ms", "GET /page/{file:path} 304 1.0ms"]
 REQUESTS = ["GET /v1/models 200 1.0ms", "POST /v1/chat/completions 503 9.9ms", "CALL generate OK 10.0ms"]
 
 

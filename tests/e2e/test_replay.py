@@ -24,9 +24,6 @@ REFUSED = {
 }
 """Path and field (indices left out) -> why a 400 is the honest answer."""
 
-NOT_SERVED = {("HEAD", "/")}
-"""Answered with 404; clients go on."""
-
 MAX_TEXT_CHARS = 12
 AT_ONCE = 4
 MAX_ANSWER_TOKENS = 4
@@ -84,8 +81,6 @@ class Replay:
         response = self._send(captured)
         if response.is_success:
             return None if "error" not in _last_event(response) else f"{captured.name}: {response.text[-300:]}"
-        if (captured.method, captured.path) in NOT_SERVED:
-            return None if response.status_code == 404 else f"{captured.name}: {response.status_code}"
         if response.status_code == 400:
             refusal = captured.path, refused_field(captured.path, response.json()["error"])
             if refusal in REFUSED:

@@ -13,7 +13,7 @@ const ENDS = {
 
 const LEAST_PAUSE_MS = 40, SHARE_OF_TIME = 4;
 
-/** Of a shorter time no speed is told. */
+/** No speed is shown for a shorter time. */
 const LEAST_DECODE_S = 0.02;
 
 /** Shows one answer. */

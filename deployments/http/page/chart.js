@@ -5,13 +5,13 @@ const WIDTH = 300, HEIGHT = 60, KEPT = 240;
 
 /** A chart of some series with one scale, to which a value of each is added once a second. */
 export class Chart {
-  /** @param {string[]} names Of the series. */
+  /** @param {string[]} names Names of the series. */
   constructor(names) {
     this._names = names;
     this._values = names.map(() => []);
   }
 
-  /** @param {number[]} values One of each series. */
+  /** @param {number[]} values One value for each series. */
   add(values) {
     this._values.forEach((kept, i) => {
       kept.push(values[i]);

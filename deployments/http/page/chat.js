@@ -46,8 +46,7 @@ export class Chat {
     this._prompt.addEventListener("paste", ({ clipboardData }) => this._attached.add([...clipboardData.files]));
     this._prompt.addEventListener("input", () => this._fit());
     this._prompt.addEventListener("keydown", (event) => {
-      const isTouch = matchMedia("(pointer: coarse)").matches;
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing || isTouch) return;
+      if (event.key !== "Enter" || event.shiftKey || event.isComposing || isTouch()) return;
       event.preventDefault();
       if (!this._running) this._submit();
     });
@@ -66,7 +65,7 @@ export class Chat {
     this._now = conversation;
     this._draw();
     await this._showList();
-    this._prompt.focus();
+    if (!isTouch()) this._prompt.focus();
   }
 
   async _showList() {
@@ -212,6 +211,8 @@ export class Chat {
     this._log.scrollTop = this._log.scrollHeight;
   }
 }
+
+const isTouch = () => matchMedia("(pointer: coarse)").matches;
 
 function tellWait(answer, view) {
   const began = Date.now();

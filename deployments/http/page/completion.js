@@ -11,7 +11,7 @@ export function newAnswer() {
 /**
  * Ask for an answer and fill it while it streams.
  * @param {object} answer From newAnswer.
- * @param {object} body Of a chat completion, without the fields of streaming.
+ * @param {object} body A chat completion's body, without the fields of streaming.
  * @param {AbortSignal} signal Aborts the answer: the server frees its row when the connection closes.
  * @param {() => void} onChange Called when something has been added.
  * @throws {ApiError|DOMException} The answer keeps what it has.

@@ -25,7 +25,7 @@ export function table(head, rows) {
 
 const quiet = (text) => el("p.quiet", {}, text);
 
-/** @param {object[]} engines Of the status. @returns {HTMLElement[]} A card for each node. */
+/** @param {object[]} engines The section of the status. @returns {HTMLElement[]} A card for each node. */
 export function nodes(engines) {
   if (!engines.length) return [card("Nodes", quiet("No engine answers: the model is being loaded, or its node is lost."))];
   return engines.map(({ node_id: node, engine }, i) => card(
@@ -88,7 +88,7 @@ export function cache({ totals, engines }) {
       el("ul", {}, ...misses.slice(0, MAX_MISSES).map((sentence) => el("li", {}, sentence)))] : []));
 }
 
-/** @param {object[]} engines Of the status. @returns {HTMLElement} */
+/** @param {object[]} engines The section of the status. @returns {HTMLElement} */
 export function drafts(engines) {
   const rows = engines.flatMap(({ engine: { speculation } }) => Object.entries(PROPOSERS)
     .filter(([name]) => speculation?.[name])

@@ -6,7 +6,7 @@ import { plural, seconds, share } from "./words.js";
 
 const TRIES = 4, PAUSE_MS = 250;
 
-/** Of the request's time; shorter phases are shown together. */
+/** Phases with a smaller share of the request's time are shown together. */
 const LEAST_SHARE = 0.01;
 
 const NAMES = {

@@ -136,7 +136,7 @@ def test_error_that_its_converter_does_not_convert_is_a_500():
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
+        ("POST", "/", 405),
         ("GET", "/v1/model", 404),
         ("POST", "/v1/chat/completions/", 404),
         ("GET", "/openapi.yaml", 404),
@@ -169,7 +169,7 @@ def test_error_body_names_the_unknown_route_or_method(send, method, path, status
         ("/v1/Chat/Completions", "/v1/chat/completions"),
         ("/healthz", "/health"),
         ("/api/tags", None),
-        ("/", None),
+        ("/v2", None),
     ],
 )
 def test_a_wrong_route_names_the_right_one(send, path, right):

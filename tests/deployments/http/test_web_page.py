@@ -10,7 +10,7 @@ from deployments.http.access import PAGE_FILES
 from deployments.http.web_page import CONTENT_SECURITY_POLICY, FOLDER, INDEX, TYPES, read_files
 
 MAX_TOTAL_BYTES = 70_000
-"""Of all files together, compressed and without the licences."""
+"""Limit of all files together, compressed and without the licences."""
 KEYED = {"api_keys": ["sha256:" + "0" * 64]}
 FILES = read_files()
 

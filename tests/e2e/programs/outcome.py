@@ -25,8 +25,6 @@ TOO_LONG = re.compile(r"prompt is too long|maximum context length|exceed context
 CANNOT = re.compile(r"chat template does not support")
 TOLD = re.compile(r"context|too long|too large|token", re.IGNORECASE)
 """Words by which a program tells its user so."""
-NOT_SERVED = {("HEAD", "/")}
-"""Answered with 404; programs go on."""
 MAX_WORDS = 160
 MIN_SHOWN_CHARS = 12
 """Fewest letters and digits of an answer that must be found in the program's output."""
@@ -36,7 +34,7 @@ def outcome(run: Run) -> str:
     """Return `answered`, `answered after a refusal`, `too long` (the program tells that the prompt does not fit), `the
     model cannot` (the program shows that its template does not support what it asks for), or `failed: ` with what is
     wrong."""
-    refused = [one for one in run.exchanges if one.status >= 400 and (one.method, one.path) not in NOT_SERVED]
+    refused = [one for one in run.exchanges if one.status >= 400]
     last = next((one for one in reversed(run.exchanges) if one.is_generation), None)
     words = last.error_message if last is not None and last.status == 400 else ""
     if TOO_LONG.search(words):
