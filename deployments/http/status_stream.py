@@ -54,12 +54,13 @@ class StatusStream:
     async def stream(self, request: Request) -> Response:
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
+        first = await self.live(request)
         if self._num_open >= MAX_STREAMS:
             raise Overloaded(
                 f"{self._num_open} streams of the status are open; the limit is {MAX_STREAMS}. Use GET /v1/status.",
                 retry_after.MAX_S,
             )
-        return _StatusEvents(self, request, await self.live(request))
+        return _StatusEvents(self, request, first)
 
     async def live(self, request: Request) -> Body:
         """Return the body of an event `status`."""
