@@ -88,8 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pp", type=int, nargs="+", default=[512, 2048], metavar="N", help="prompt tokens; default: 512 2048"
     )
     parser.add_argument("--tg", type=int, nargs="+", default=[128], metavar="N", help="answer tokens; default: 128")
-    parser.add_argument("--depth", type=int, nargs="+", default=[0], metavar="N", help="cached tokens before")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1], metavar="N", help="requests at once")
+    parser.add_argument(
+        "--depth", type=int, nargs="+", default=[0], metavar="N", help="cached tokens before; default: 0"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", default=[1], metavar="N", help="requests at once; default: 1"
+    )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="measurements of each row; default: 3")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

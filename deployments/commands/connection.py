@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=DEFAULT_URL, help=f"the server; default: {DEFAULT_URL}")
     parser.add_argument(
         "--key",
-        help=f"API key; default: {KEY_VARIABLE}, which other users of the machine cannot see",
+        help=f"API key, visible to other users of the machine; default: the variable {KEY_VARIABLE}, which is not",
     )
 
 

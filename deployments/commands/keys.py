@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("--admin", action="store_true", help="may read whole status pages and clear the prefix cache")
     for limit in LIMITS:
         add.add_argument(f"--{limit.replace('_', '-')}", type=int, metavar="N", help="default: no limit")
-    listed = actions.add_parser("ls", help="list the keys of the file, without the keys themselves")
+    listed = actions.add_parser("ls", aliases=["list"], help="list the keys of the file, without the keys themselves")
     revoke = actions.add_parser("revoke", help="remove a key from the file")
     revoke.add_argument("name")
     for action in (add, listed, revoke):

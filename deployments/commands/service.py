@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         epilog="Arguments behind `--` are those of `orchard serve`, whose working directory is the present one.",
     )
     status = actions.add_parser("status", help="tell whether it is installed and runs; status 1 if it does not run")
-    remove = actions.add_parser("remove", help="stop the service and delete all its files")
+    remove = actions.add_parser("remove", aliases=["uninstall"], help="stop the service and delete all its files")
     for action in (install, remove):
         action.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
     status.add_argument("--json", action="store_true", help="print JSON")
