@@ -51,6 +51,13 @@ def test_python_files_named_in_a_document_exist(document: Path):
     assert not [name for name in named if not any(f"/{path}".endswith(f"/{name.lstrip('/')}") for path in known)]
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_commands_have_no_comments(document: Path):
+    """An interactive zsh, as macOS has it, takes a pasted `# comment` for arguments."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
+    assert not [line for block in blocks for line in block.splitlines() if re.search(r"(^|\s)#", line)]
+
+
 def test_classes_named_in_the_documents_exist():
     words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in SOURCES)))
     for document in DOCUMENTS:
