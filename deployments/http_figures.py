@@ -84,6 +84,6 @@ class HttpFigures:
         usage = self.usage if shows_names else self.without_names().usage
         return {
             "errors": {f"{status} {code}": num for (status, code), num in self.errors.items()},
-            "refusals": dict(self.refusals),
+            "refusals": {limit: num for limit, num in self.refusals.items() if num},
             "keys": {name: asdict(used) for name, used in usage.items()},
         }

@@ -381,7 +381,10 @@ PATHS = tuple(
         "of a model of 10 kB": b"/v1/models/" + b"m" * 10_000,
         ".env": b"/.env",
         ".git/config": b"/.git/config",
-        "nothing": b"/",
+        "out of the page": b"/page/../web_page.py",
+        "out of the page, encoded": b"/page/..%2fweb_page.py",
+        "a picture beside the page": b"/page/screenshot.png",
+        "the page's folder": b"/page/",
         "a semicolon": b"/v1/models;jsessionid=1",
     }.items()
 )  # fmt: skip

@@ -64,7 +64,7 @@ def test_a_path_that_does_not_exist_is_never_sent_to_the_hub(model: str, hub: li
 
 
 def test_an_empty_name_is_no_model(hub: list):
-    with pytest.raises(EngineFailed, match="model is ' '; expected 'demo', a directory or a hub repository"):
+    with pytest.raises(EngineFailed, match="model is ' '; expected 'demo', 'smollm2', a directory or a hub repository"):
         resolve_checkpoint(" ", None, weights=True)
     assert not hub
 
