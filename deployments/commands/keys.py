@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for limit in LIMITS:
         add.add_argument(f"--{limit.replace('_', '-')}", type=int, metavar="N", help="default: no limit")
     listed = actions.add_parser("ls", aliases=["list"], help="list the keys of the file, without the keys themselves")
+    listed.set_defaults(action="ls")  # under its other name, too
     revoke = actions.add_parser("revoke", help="remove a key from the file")
     revoke.add_argument("name")
     for action in (add, listed, revoke):

@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     status = actions.add_parser("status", help="tell whether it is installed and runs; status 1 if it does not run")
     remove = actions.add_parser("remove", aliases=["uninstall"], help="stop the service and delete all its files")
+    remove.set_defaults(action="remove")  # under its other name, too
     for action in (install, remove):
         action.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
     status.add_argument("--json", action="store_true", help="print JSON")
