@@ -77,6 +77,9 @@ class CallKind:
     text_events: str
 
 
+DONE = b"data: [DONE]\n\n"
+"""The end that Open Responses asks for and OpenAI leaves out. SDKs and agents stop at either."""
+
 FUNCTION_CALL = CallKind("function_call", "arguments", "response.function_call_arguments")
 CUSTOM_CALL = CallKind("custom_tool_call", "input", "response.custom_tool_call_input")
 
@@ -195,7 +198,7 @@ class ResponsesEncoder:
 
     def closing(self, answer: Answer) -> bytes:
         events, response = self._end(answer)
-        return events + self._events.write(f"response.{response['status']}", response=response)
+        return events + self._events.write(f"response.{response['status']}", response=response) + DONE
 
     def failed(self, failure: Failure) -> bytes:
         """Return the last events, with the error in both forms that SDKs read: as fields and as `error`."""

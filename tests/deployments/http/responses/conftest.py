@@ -25,7 +25,7 @@ def messages_for(*items: Any, **fields: Any) -> list[Any]:
 def events_of(text: str) -> list[dict[str, Any]]:
     """The events of a stream. Each has its type in an `event:` line, and all are numbered."""
     events = []
-    for block in text.strip().split("\n\n"):
+    for block in text.strip().removesuffix("data: [DONE]").strip().split("\n\n"):
         head, data = block.split("\n")
         events.append(json.loads(data.removeprefix("data: ")))
         assert head == f"event: {events[-1]['type']}"
