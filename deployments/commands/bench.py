@@ -68,7 +68,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Result:
-    """What a load has measured, over its rounds."""
+    """The measurements of a load, over its rounds."""
 
     load: Load
     pp_tokens_per_s: Figure

@@ -16,7 +16,7 @@ from deployments.commands.output import CommandError, UsageError, printable
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "ORCHARD_API_KEY"
 TIMEOUT_S = 60.0
-"""Of one read. A stream without events sends a comment every 10 s."""
+"""Longest wait for one read. A stream without events sends a comment every 10 s."""
 MAX_SHOWN = 2000
 """Characters of an unexpected answer that an error quotes."""
 

@@ -37,7 +37,7 @@ HUB = "https://huggingface.co"
 
 @dataclass(frozen=True, kw_only=True)
 class Readings:
-    """What was found. Fields that only one system has are None elsewhere."""
+    """Readings of the machine and the server. Fields that only one system has are None elsewhere."""
 
     system: str  # As platform.system() names it: Darwin or Linux.
     machine: str  # Such as arm64.

@@ -20,7 +20,7 @@ class ModelOnDisk:
     """As `orchard serve` takes it."""
     path: Path
     num_bytes: int
-    """Of its weights; 0 if only its configuration is here."""
+    """Bytes of its weights; 0 if only its configuration is here."""
     family: str
     bits: int | None
     """Bits per weight, of a quantized model."""

@@ -1,4 +1,4 @@
-"""What the verbs print: figures and tables to standard output, notes and errors to standard error."""
+"""The output of the verbs: figures and tables to standard output, notes and errors to standard error."""
 
 import json
 import sys

@@ -46,7 +46,7 @@ class Service:
     """How a system runs a service of a user."""
 
     file: Path
-    """What describes the service to the system."""
+    """Description of the service for the system."""
     content: bytes
     start: tuple[tuple[str, ...], ...]
     """Commands that load and start it."""
@@ -57,7 +57,7 @@ class Service:
     """A command whose output has the state and the process."""
     logs: tuple[Path, ...]
     note: str
-    """What the user should know once it is installed."""
+    """Sentence for the user once it is installed."""
 
     @property
     def program(self) -> str:

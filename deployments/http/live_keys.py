@@ -11,7 +11,7 @@ from deployments.http.config import HttpConfig
 log = logging.getLogger("orchard.http")
 
 _Stamp = tuple[int, ...] | None
-"""What changes when a file is written or replaced; None: the file cannot be looked at."""
+"""Metadata that changes when a file is written or replaced; None: the file cannot be read."""
 
 
 class LiveKeys:
