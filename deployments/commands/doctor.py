@@ -4,14 +4,13 @@ import argparse
 import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 from deployments.commands.connection import KEY_VARIABLE
 from deployments.commands.doctor_checks import CHECKS, Finding
 from deployments.commands.doctor_readings import take
 from deployments.commands.output import console, printable, show_json
+from deployments.serve_run.config_file import DEFAULT_CONFIG, chosen_file
 
-DEFAULT_CONFIG = "serve_config.yaml"
 SIGNS = {"green": "✓", "yellow": "!", "red": "✗", "none": "–"}
 
 
@@ -27,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the verb; return its exit status: 1 if a check is red."""
-    config = options.config or (DEFAULT_CONFIG if Path(DEFAULT_CONFIG).exists() else None)
+    config = chosen_file(options.config)
     found = take(config, options.url, options.peer, options.hub, not options.quick, os.environ.get(KEY_VARIABLE))
     findings = {name: check(found) for name, check in CHECKS.items()}
     if options.json:

@@ -19,11 +19,12 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from deployments.commands.connection import Connection, Refused, Unreachable
+from deployments.commands.connection import DEFAULT_URL, Connection, Refused, Unreachable
 from deployments.commands.models_on_disk import hub_folder
 from deployments.commands.output import CommandError
 from deployments.http.api_keys import ApiKeysError, read_api_keys
 from deployments.serve_run.config_file import ConfigError, OrchardConfig, read_config
+from deployments.serve_run.effective import url_of
 from deployments.serve_run.environment import hidden_files
 from deployments.serve_run.port import PortTaken, check_port
 
@@ -93,8 +94,7 @@ def take(
     """
     config, mistakes = _config(config_path)
     host, port = ("127.0.0.1", 8000) if config is None else (config.host, config.port)
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
-    server_url = url or f"http://{reachable}:{port}"
+    server_url = url or (DEFAULT_URL if config is None else url_of(config))
     problem, unready = _server(server_url, key)
     model = "demo" if config is None else config.args.engine.model
     is_mac = platform.system() == "Darwin"

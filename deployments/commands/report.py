@@ -25,8 +25,8 @@ from deployments.commands.doctor_readings import take
 from deployments.commands.output import CommandError, say, show, show_json
 from deployments.commands.text_redaction import TextRedaction
 from deployments.http.redaction import public_view
+from deployments.serve_run.config_file import DEFAULT_CONFIG, chosen_file
 
-DEFAULT_CONFIG = "serve_config.yaml"
 NUM_REQUESTS = 20
 NUM_LINES = 300
 """Last lines of each log."""
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the verb; return its exit status."""
     server = connection.connection_of(options)
-    config = options.config or (DEFAULT_CONFIG if Path(DEFAULT_CONFIG).exists() else None)
+    config = chosen_file(options.config)
     parts: dict[str, Callable[[], str]] = {
         "versions.json": lambda: _as_json(versions()),
         "doctor.json": lambda: _as_json(_findings(config, options.url)),

@@ -9,13 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deployments.serve_run.checks import CannotStart, ModelCheck, check_keys, check_machine, finds_cluster
-from deployments.serve_run.config_file import DEFAULT_HTTP_PORT, ConfigError, OrchardConfig, default_config, read_config
+from deployments.serve_run.config_file import (
+    DEFAULT_CONFIG,
+    DEFAULT_HTTP_PORT,
+    ConfigError,
+    OrchardConfig,
+    chosen_file,
+    default_config,
+    read_config,
+)
 from deployments.serve_run.effective import describe
 from deployments.serve_run.environment import not_in_effect, set_defaults
 from deployments.serve_run.stop import say
 from engine.host_memory import on_small_mac
 
-DEFAULT_CONFIG = "serve_config.yaml"
 CONFIG = f"default: {DEFAULT_CONFIG} of the current directory if there is one, else the defaults of every option"
 MODEL = "'demo' (a toy), 'smollm2' (a small real model), a local directory, or a hub repository"
 OBJECT_STORE_MIB = 512
@@ -169,10 +176,9 @@ def _run_engine(*arguments: str) -> int:
 
 
 def _read(path: str | None, model: str | None = None, port: int | None = None) -> OrchardConfig:
+    path = chosen_file(path)
     if path is None:
-        if not Path(DEFAULT_CONFIG).exists():
-            return default_config(model, port)
-        path = DEFAULT_CONFIG
+        return default_config(model, port)
     config = read_config(path, model, port)
     if config is None:
         raise ConfigError(path, ["applications: none is Orchard (import_path: deployments.app:build_app)"])

@@ -24,6 +24,7 @@ DEPLOYMENTS = ("Ingress", "TextMTP", "MLLM", "ModelReplica", "SpecPrefillScorer"
 PLANNERS = ("TextMTP", "MLLM")
 
 DEFAULT_HTTP_PORT = 8000
+DEFAULT_CONFIG = "serve_config.yaml"
 DEFAULTS = "the defaults"
 """Named in place of a file where there is none."""
 KEY_OPTIONS = ("api_keys", "api_keys_file", "api_keys_env")
@@ -154,6 +155,13 @@ class OrchardConfig:
             entry["name"]: {key: value for key, value in entry.items() if key != "name"}
             for entry in self.application.get("deployments", [])
         }
+
+
+def chosen_file(given: str | None) -> str | None:
+    """Return the file that was given, else DEFAULT_CONFIG of the current directory; None if there is none."""
+    if given is not None:
+        return given
+    return DEFAULT_CONFIG if Path(DEFAULT_CONFIG).exists() else None
 
 
 def read_config(path: str | Path, model: str | None = None, port: int | None = None) -> OrchardConfig | None:

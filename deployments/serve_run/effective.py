@@ -69,7 +69,7 @@ def _lines_of_args(args: AppArgs) -> Iterator[tuple[str, str]]:
     engine = args.engine
     yield "model", f"{engine.model}, served as {args.model_name!r}; device {engine.device}, dtype {engine.dtype}"
     if engine.model == "demo":
-        yield "", "a toy that knows a few sentences and pictures; `orchard serve smollm2` answers real questions"
+        yield "", "a toy model for trying out; `orchard serve smollm2` serves a small real one"
     yield "spec_prefill", sparse_prefill_line(args)
     yield "prefix_cache", _prefix_cache_line(args)
     yield "stopping", f"running requests get up to {args.drain_timeout_s:g} s to finish"

@@ -36,7 +36,7 @@ def resolve_checkpoint(model: str, revision: str | None, *, weights: bool) -> Pa
     Raises:
         EngineFailed: The model cannot be found or downloaded.
     """
-    local = _local_directory(model)
+    local = smollm2_checkpoint() if model == SMOLLM2 else _local_directory(model)
     if local is None:
         return _download(model, revision, CONFIG_PATTERNS + WEIGHT_PATTERNS if weights else CONFIG_PATTERNS)
     if revision is not None:
@@ -46,7 +46,7 @@ def resolve_checkpoint(model: str, revision: str | None, *, weights: bool) -> Pa
 
 def is_local(model: str) -> bool:
     """Return whether a model is no hub repository. Raises EngineFailed if it is nothing known either."""
-    return _local_directory(model) is not None
+    return model == SMOLLM2 or _local_directory(model) is not None
 
 
 def draft_of(draft_model: str | None) -> str:
@@ -57,8 +57,6 @@ def draft_of(draft_model: str | None) -> str:
 def _local_directory(model: str) -> Path | None:
     if model == "demo":
         return DEMO_MODEL
-    if model == SMOLLM2:
-        return smollm2_checkpoint()
     if not model.strip():
         raise EngineFailed(f"model is {model!r}; expected 'demo', 'smollm2', a directory or a hub repository")
     path = Path(model).expanduser()

@@ -1,4 +1,4 @@
-"""The model 'smollm2': fetched and converted once, whoever asks first, and refused if it is not the expected file."""
+"""The first process that asks for the model 'smollm2' fetches and converts it; another file is refused."""
 
 import os
 import subprocess
@@ -35,6 +35,8 @@ def test_processes_that_ask_at_once_make_one_checkpoint(cache: Path):
     assert Path(said) == made and {path.name for path in made.iterdir()} == FILES
     assert {path.name for path in made.parent.iterdir()} == {"smollm2", "smollm2.lock"}, "nothing else is left"
     before = (made / "config.json").stat()
+    orchard = [sys.executable, "-c", "from deployments.commands.program import main; main(['pull', 'smollm2'])"]
+    assert subprocess.run(orchard, capture_output=True, text=True, check=True).stdout == f"{made}\n"
     assert resolve_checkpoint("smollm2", None, weights=False) == made and is_local("smollm2")
     assert (made / "config.json").stat() == before
 

@@ -383,7 +383,7 @@ PATHS = tuple(
         ".git/config": b"/.git/config",
         "out of the page": b"/page/../web_page.py",
         "out of the page, encoded": b"/page/..%2fweb_page.py",
-        "a picture beside the page": b"/page/screenshot.png",
+        "a file of the page's folder that is not served": b"/page/screenshot.png",
         "the page's folder": b"/page/",
         "a semicolon": b"/v1/models;jsessionid=1",
     }.items()
