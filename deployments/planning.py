@@ -100,6 +100,7 @@ class PromptPlanner:
                 origin=prompt_origin(form.template_kwargs) if explains else PromptOrigin(),
                 checkpoint=self._checkpoint,
                 thought=form.thought,
+                keys=request.keys,
             )
 
         num_bytes = num_bytes_of(messages) + num_raw_bytes_of(request.raw_prompt)

@@ -10,7 +10,9 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from deployments.http_figures import HttpFigures
 from deployments.in_flight import InFlight
+from deployments.placement.conversation_keys import PromptSketch
 from deployments.timeline import RequestTimeline, Timelines
+from engine.placement import ConversationKeys
 from engine.processing.message import Message
 from engine.protocol import EngineRequest, GrammarSpec
 
@@ -175,6 +177,15 @@ class ChatRequest:
     """Whether a raw prompt gets the tokenizer's own special tokens, such as one at its beginning."""
     continue_final_message: bool = False
     """Whether the answer continues the final message, which must be the assistant's, instead of starting a new turn."""
+    sketch: PromptSketch | None = None
+    """What placement knows of the prompt; None if the request was not read from a body."""
+    session: str = ""
+    """The client's name of its session; '' without one."""
+
+    @property
+    def keys(self) -> ConversationKeys | None:
+        """Keys of the conversation, which only requests of the same tenant share."""
+        return None if self.sketch is None else self.sketch.scoped(self.tenant, self.session).keys
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 NODE_SESSION = "node:"
 """Prefix of a session id that pins a call to the replica on one node, see `pin_to`."""
 
+QUESTION_SESSION = "question:"
+"""Prefix of a session id that sends a call to the replica on one node at once, however busy it is, see `ask_node`."""
+
 PIN_WAIT_S = 2.0
 """Default time in which a pinned request waits for a replica on its node."""
 
@@ -35,6 +38,11 @@ def pin_to(node_id: str, wait_s: float | None = None) -> str:
     return f"{NODE_SESSION}{node_id}" + ("" if wait_s is None else f"@{wait_s:g}")
 
 
+def ask_node(node_id: str) -> str:
+    """Return the session id of a short question to the replica on a node, which waits neither for room nor for it."""
+    return f"{QUESTION_SESSION}{node_id}"
+
+
 @dataclass(frozen=True)
 class Choice:
     """Preferences of a caller of `choose_replica(choice=...)`, in addition to a pin."""
@@ -43,5 +51,7 @@ class Choice:
     """Unique ids of replicas that must not be chosen."""
     last: frozenset[str] = frozenset()
     """Unique ids of replicas that are chosen only if no other one has a free slot."""
+    node_id: str | None = None
+    """The node whose replica is chosen if it has one that is not excluded."""
     waits: bool = True
     """Whether to wait for a new replica if all running ones are excluded, instead of raising NoOtherReplica."""

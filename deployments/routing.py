@@ -11,7 +11,15 @@ from weakref import WeakValueDictionary
 from ray.exceptions import ActorUnavailableError
 from ray.serve.request_router import LocalityMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from deployments.replica_choice import NODE_SESSION, PIN_WAIT_S, Choice, NoOtherReplica, NoReplica, NoReplicaYet
+from deployments.replica_choice import (
+    NODE_SESSION,
+    PIN_WAIT_S,
+    QUESTION_SESSION,
+    Choice,
+    NoOtherReplica,
+    NoReplica,
+    NoReplicaYet,
+)
 
 FIRST_WAIT_S = 5.0
 """Time after a router's creation in which it waits for the first replica; it learns of running ones with a delay."""
@@ -38,12 +46,13 @@ class Target:
     choice: Choice
 
     def among(self, replicas: Iterable[RunningReplica]) -> list[RunningReplica]:
-        return [
+        permitted = [
             replica
             for replica in replicas
             if (self.node_id is None or replica.node_id == self.node_id)
             and replica.replica_id.unique_id not in self.choice.excluded
         ]
+        return [replica for replica in permitted if replica.node_id == self.choice.node_id] or permitted
 
 
 class BoundedReplica(RunningReplica):
@@ -118,6 +127,9 @@ class NodeRouter(LocalityMixin, RequestRouter):
 
         Ray calls this once per request, and again (is_retry) when the replica refuses.
         """
+        session_id = pending_request.metadata.session_id or ""
+        if session_id.startswith(QUESTION_SESSION):
+            return self._on_node(session_id.removeprefix(QUESTION_SESSION))
         target = self._target(pending_request)
         loop = asyncio.get_running_loop()
         deadline = None if target.pin_wait_s is None else loop.time() + target.pin_wait_s
@@ -130,6 +142,12 @@ class NodeRouter(LocalityMixin, RequestRouter):
                 self.queue_wait_time_ms_histogram.observe(1000 * max(0.0, waited_s))
                 self.on_send_request(chosen.replica_id)  # counts until the reservation brings the replica's load
                 return chosen
+
+    def _on_node(self, node_id: str) -> RunningReplica:
+        found = next((replica for replica in self.curr_replicas.values() if replica.node_id == node_id), None)
+        if found is None:
+            raise NoReplica(f"node {node_id} has no replica of {self._deployment_id.name}")
+        return found
 
     def _target(self, pending_request: PendingRequest) -> Target:
         session_id = pending_request.metadata.session_id or ""

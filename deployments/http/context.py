@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from starlette.requests import Request
 
@@ -16,6 +17,7 @@ from deployments.http.parsed_request import ModelDefaults, ParsedRequest, Readin
 from deployments.http.rate_limits import RateLimits
 from deployments.http.request_reader import Dialect
 from deployments.http.unread_bodies import UnreadBodies, read_body
+from deployments.placement.conversation_keys import session_of
 from deployments.protocol import Backend, ChatRequest, Generation, Route
 from deployments.timeline import current
 from engine.protocol import EngineFailed, Unavailable
@@ -79,6 +81,8 @@ class HttpContext:
             body = await asyncio.to_thread(decoded, body, encoding, self.config.max_body_bytes)
         parsed = await self.reader.read(body, dialect)
         timeline.lap("parse")
+        if (session := session_of(request.headers)) and isinstance(parsed.request, ChatRequest):
+            parsed = replace(parsed, request=replace(parsed.request, session=session))
         return parsed
 
     def ignored_header(self, parsed: ParsedRequest) -> dict[str, str]:

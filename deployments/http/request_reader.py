@@ -1,6 +1,7 @@
 """read_request: parses a body of any dialect; a pure function of the body and the server's rules."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 from deployments.http.anthropic.messages_wire import parse_count_tokens, parse_messages
@@ -11,6 +12,8 @@ from deployments.http.openai.embeddings_wire import parse_embeddings
 from deployments.http.openai.tokenization_wire import parse_detokenize, parse_tokenize
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.responses.body import parse_responses
+from deployments.placement.conversation_keys import MAX_SESSION_CHARS, sketch_conversation, sketch_raw
+from deployments.protocol import ChatRequest
 
 MAX_INLINE_BYTES = 256 * 2**10
 """Largest body that is parsed on the event loop."""
@@ -37,8 +40,22 @@ PARSERS: dict[Dialect, Callable[[dict[str, Any], ReadingRules], ParsedRequest]] 
 
 
 def read_request(body: bytes, dialect: Dialect, rules: ReadingRules) -> ParsedRequest:
-    """Parse, validate and normalize a body. Raises InvalidRequest, ModelNotFound."""
-    return PARSERS[dialect](parse_json_object(body), rules)
+    """Parse, validate and normalize a body, and sketch its prompt. Raises InvalidRequest, ModelNotFound."""
+    raw = parse_json_object(body)
+    parsed = PARSERS[dialect](raw, rules)
+    if not isinstance(parsed.request, ChatRequest):
+        return parsed
+    session = raw.get("prompt_cache_key")
+    request = replace(parsed.request, session=session[:MAX_SESSION_CHARS] if isinstance(session, str) else "")
+    return replace(parsed, request=sketched(request))
+
+
+def sketched(request: ChatRequest) -> ChatRequest:
+    """Return the request with the sketch of its prompt."""
+    if request.raw_prompt is not None:
+        return replace(request, sketch=sketch_raw(request.raw_prompt))
+    tools = [tool.definition for tool in request.tools if not tool.is_deferred]
+    return replace(request, sketch=sketch_conversation(request.messages, tools))
 
 
 def is_cheap(body: bytes, rules: ReadingRules) -> bool:

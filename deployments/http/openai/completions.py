@@ -17,6 +17,7 @@ from deployments.http.openai.completions_encoder import CompletionsEcho, Complet
 from deployments.http.openai.completions_wire import CompletionsBody
 from deployments.http.openai.merged_generation import start_all
 from deployments.http.parsed_request import ParsedRequest
+from deployments.http.request_reader import sketched
 from deployments.protocol import ChatRequest, Generation, Route
 
 PATH = "/v1/completions"
@@ -44,7 +45,11 @@ class Completions:
         echo: CompletionsEcho = parsed.echo
         encoder = CompletionsEncoder(echo, id, self._context.backend.model_name, int(time.time()))
         requests = [
-            replace(parsed.request, raw_prompt=prompt, prompt_field=field, request_id=f"{id}-{index}" if index else id)
+            sketched(
+                replace(
+                    parsed.request, raw_prompt=prompt, prompt_field=field, request_id=f"{id}-{index}" if index else id
+                )
+            )
             for index, (prompt, field) in enumerate(zip(echo.prompts, echo.fields, strict=True))
         ]
         start = partial(self._start, requests=requests, encoder=encoder, echo=echo)

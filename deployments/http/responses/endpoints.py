@@ -23,6 +23,7 @@ from deployments.http.api_keys import KeyIdentity
 from deployments.http.context import HttpContext
 from deployments.http.errors import shown
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
+from deployments.http.request_reader import sketched
 from deployments.http.responses.body import ResponsesBody
 from deployments.http.responses.conversation import conversation
 from deployments.http.responses.encoder import ResponsesEcho, ResponsesEncoder
@@ -34,7 +35,7 @@ from deployments.http.responses.store import (
     StoredResponse,
     Turn,
 )
-from deployments.protocol import Message, Route
+from deployments.protocol import ChatRequest, Route
 from engine.protocol import InvalidRequest
 
 MAX_INLINE_BYTES = 64 * 2**10
@@ -152,10 +153,9 @@ class Responses:
         num_bytes = len(echo.items) + sum(turn.num_bytes for turn in (*earlier, *referenced.values()))
         limit = self._context.config.max_body_bytes
         _check_size(num_bytes, limit)
-        join = partial(_join, echo, earlier, referenced, self._context.rules, limit)
+        join = partial(_join, parsed.request, echo, earlier, referenced, self._context.rules, limit)
         is_small = num_bytes <= MAX_INLINE_BYTES and not self._context.rules.may_backtrack
-        items, messages, route = join() if is_small else await asyncio.to_thread(join)
-        request = replace(parsed.request, messages=messages)
+        items, request, route = join() if is_small else await asyncio.to_thread(join)
         return replace(parsed, request=request, route=route, echo=replace(echo, items=items)), earlier
 
     def _holder(self, id: str, owner: str) -> StoredResponse:
@@ -192,15 +192,17 @@ _NO_SETTINGS: dict[str, Any] = {"parallel_tool_calls": True, "tool_choice": "aut
 
 
 def _join(
+    request: ChatRequest,
     echo: ResponsesEcho,
     earlier: tuple[Turn, ...],
     referenced: Mapping[str, Turn],
     rules: ReadingRules,
     limit: int,
-) -> tuple[bytes, tuple[Message, ...], Route]:
+) -> tuple[bytes, ChatRequest, Route]:
     """Join the new input with the stored conversation.
 
     Args:
+        request: The new request.
         echo: Fields of the new request.
         earlier: Turns of the previous response.
         referenced: Response id to its own turn, for referenced items.
@@ -208,7 +210,7 @@ def _join(
         limit: Most bytes of the referenced items.
 
     Returns:
-        The new input items as JSON with references replaced, the messages of the whole conversation, and its route.
+        The new input items as JSON with references replaced, the request for the whole conversation, and its route.
     """
     items: list[Item] = json.loads(echo.items)
     known = {item["id"]: item for id, turn in referenced.items() for item in turn.named_items(id)}
@@ -223,7 +225,8 @@ def _join(
         _check_size(num_bytes, limit)
     before = [item for turn in earlier for item in turn.all_items]
     messages, route = conversation([*before, *items], echo.instructions, rules)
-    return json.dumps(items, ensure_ascii=False).encode() if referenced else echo.items, messages, route
+    joined = sketched(replace(request, messages=messages))
+    return json.dumps(items, ensure_ascii=False).encode() if referenced else echo.items, joined, route
 
 
 def _check_size(num_bytes: int, limit: int) -> None:
