@@ -64,6 +64,11 @@ class AppArgs(Frozen):
         description="seconds that running requests get to finish when the server stops or is redeployed; after that "
         "they end with an error",
     )
+    resume: bool = Field(
+        default=True,
+        description="whether an answer whose engine is lost, or must leave, goes on at another engine with the tokens "
+        "that would have come; a request may say otherwise with the header X-Orchard-Resume: on or off",
+    )
     served_model_name: str | None = Field(
         default=None,
         min_length=1,

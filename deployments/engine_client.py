@@ -9,13 +9,14 @@ slot.
 A request is retried at most once, and only before its first token: when its engine or planner is lost, or when another
 engine exists and this one refuses (Unavailable, Overloaded). Both attempts together wait at most reserve_timeout_s for
 replicas and plan_timeout_s for plans. Each attempt may add the time in the engine's queue (queue_timeout_s, after which
-there is no retry) and the time to detect a lost replica (SILENCE_LIMIT_S).
+there is no retry) and the time to detect a lost replica (SILENCE_LIMIT_S). After its first token an answer goes on at
+another engine, see engine_stream.py.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +25,8 @@ from typing import Any, Literal
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.engine_stream import SILENCE_LIMIT_S, ChunkReader, EngineStream
+from deployments.engine_stream import SILENCE_LIMIT_S, AnswerPart, ChunkReader, EngineStream
+from deployments.placer import Placer
 from deployments.protocol import ChatRequest, EngineAnswer, Plan, Route, SilentEngine
 from deployments.replica_calls import (
     ReservedSlot,
@@ -47,6 +49,7 @@ from engine.protocol import (
     InvalidRequest,
     OrchardError,
     Overloaded,
+    Progress,
     QueueTimeout,
     TokenChunk,
     Unavailable,
@@ -103,6 +106,8 @@ class PlacementAttempt:
     """Longest wait for a planner on the engine's node. None: the router's default, PIN_WAIT_S."""
     replica_id: str = ""
     """Unique id of the engine's replica; '' before the reservation."""
+    node_id: str = ""
+    """Node of the engine's replica; '' before the reservation."""
     stage: Literal["reserve", "plan", "engine"] = "reserve"
 
     def after(self, error: Exception, last: frozenset[str]) -> "PlacementAttempt | None":
@@ -162,6 +167,7 @@ class EngineClient:
         )
         self._planners = {route: planner.options(method_name="plan") for route, planner in planners.items()}
         self._questions = engine
+        self._placer = Placer(engine)
         self._reserve_timeout_s = reserve_timeout_s
         self._ask_timeout_s = ask_timeout_s
         self._plan_timeout_s = plan_timeout_s
@@ -170,14 +176,20 @@ class EngineClient:
         self._clock = clock
         self._refusals = Refusals(clock)
 
-    async def start(self, request: ChatRequest, route: Route) -> EngineStream:
+    async def start(self, request: ChatRequest, route: Route, may_resume: bool = True) -> EngineStream:
         """Plan and dispatch a request; return at its first chunk.
+
+        Args:
+            request: The request.
+            route: Its planner.
+            may_resume: Whether the answer may go on at another engine after its first token.
 
         Raises InvalidRequest, Overloaded, Unavailable, EngineFailed, Cancelled.
         """
         attempt = PlacementAttempt(Choice(last=self._refusals.recent()), self._reserve_timeout_s, self._plan_timeout_s)
+        await self._place(request, route, attempt)
         try:
-            return await self._attempt(request, route, attempt)
+            return await self._attempt(request, route, attempt, may_resume)
         except Exception as error:
             first = cause_of(error)
         again = self._after(first, attempt)
@@ -185,8 +197,9 @@ class EngineClient:
             raise self._answer_to(first) from None
         log.warning("request %s: retrying on another replica after %r", request.request_id, first)
         current().lap("retry", after=type(first).__name__)
+        await self._place(request, route, again, without=[attempt.node_id])
         try:
-            return await self._attempt(request, route, again)
+            return await self._attempt(request, route, again, may_resume)
         except NoOtherReplica:
             raise self._answer_to(first) from None
         except Exception as error:
@@ -216,6 +229,11 @@ class EngineClient:
             log.info("the engine on node %s did not tell the timeline of %s: %r", node_id, request_id, error)
             return ()
 
+    async def leave(self, node_id: str) -> SilentEngine | None:
+        """Let the engine on a node give all its answers to others. Returns it if it does not confirm that."""
+        said = await self._ask("leave", node_id)
+        return said if isinstance(said, SilentEngine) else None
+
     async def ask_all(self, method: str, node_ids: Iterable[str]) -> tuple[list[EngineAnswer[Any]], list[SilentEngine]]:
         """Call a method of the engine on each node. Returns the answers, and the engines without one.
 
@@ -243,7 +261,9 @@ class EngineClient:
             self._refusals.note(attempt.replica_id, last_s)
         return again
 
-    async def _attempt(self, request: ChatRequest, route: Route, attempt: PlacementAttempt) -> EngineStream:
+    async def _attempt(
+        self, request: ChatRequest, route: Route, attempt: PlacementAttempt, may_resume: bool
+    ) -> EngineStream:
         async with AsyncExitStack() as resources:
             timeline = current()
             slot = await self._reserve(resources, attempt)
@@ -252,25 +272,68 @@ class EngineClient:
             plan = await self._plan(request, route, slot, attempt)
             timeline.lap("plan", **_planned(plan))
             timeline.asked = _asked(plan.request)
+            self._placer.planned(request, len(plan.request.token_ids))
             attempt.stage = "engine"
             engine_request, plan = plan.request, replace(plan, request=plan.request.without_pixels())
             engine_request = replace(engine_request, spent_s=timeline.spent_s)
-            chunks = await slot.stream(engine_request)
+            opening = self._open(resources, slot, engine_request)
             del engine_request  # now only the call references the pixels, until it is sent
-            reader = ChunkReader(chunks, self._silence_limit_s)
-            resources.callback(reader.close)
-            first = await reader.next()
-            timeline.lap(ENGINE)
-            if first is None:
-                raise EngineFailed("The engine ended the answer before its first token.")
-            if first.timeline is not None:
-                timeline.add_row(first.timeline)
-            if (error := failure_of(first, plan.request)) is not None:
-                raise error
+            part = await opening
             timeline.first_token_s = timeline.seconds
             self._refusals.forget(attempt.replica_id)
-            note_loss = partial(self._refusals.note, attempt.replica_id, LOSS_S)
-            return EngineStream(plan, slot.node_id, first, reader, resources.pop_all(), note_loss)
+            may_resume = may_resume and plan.request.pooling is None
+            move = partial(self._move, _kept(request, route), route, plan) if may_resume else None
+            return EngineStream(plan, part, move, lambda replica_id: self._refusals.note(replica_id, LOSS_S))
+
+    async def _open(self, resources: AsyncExitStack, slot: ReservedSlot, request: EngineRequest) -> AnswerPart:
+        """Dispatch a request to the engine of a slot, and return at its first chunk, which is no failure.
+
+        Args:
+            resources: Ends the call and releases the slot; the returned part takes it over.
+            slot: A reserved slot of the engine.
+            request: The request.
+        """
+        without_pixels = request.without_pixels()
+        opening = slot.stream(request)
+        del request
+        reader = ChunkReader(await opening, self._silence_limit_s)
+        resources.callback(reader.close)
+        first, timeline = await reader.next(), current()
+        timeline.lap(ENGINE)
+        if first is None:
+            raise EngineFailed("The engine ended the answer before its first token.")
+        if first.timeline is not None:
+            timeline.add_row(first.timeline)
+        if (error := failure_of(first, without_pixels)) is not None:
+            raise error
+        return AnswerPart(slot.node_id, slot.replica_id, first, reader, resources.pop_all())
+
+    async def _move(
+        self, request: ChatRequest, route: Route, plan: Plan, left: AnswerPart, progress: tuple[Progress, ...]
+    ) -> AnswerPart:
+        """Continue an answer on another engine, see engine_stream.Move. Images are read again."""
+        excluded = frozenset({left.replica_id}) if left.replica_id else frozenset[str]()
+        choice = Choice(excluded, self._refusals.recent())
+        attempt = PlacementAttempt(choice, self._reserve_timeout_s, self._plan_timeout_s)
+        await self._place(request, route, attempt, without=[left.node_id])
+        async with AsyncExitStack() as resources:
+            slot = await self._reserve(resources, attempt)
+            continued = plan.request
+            if continued.images:
+                continued = replace(continued, images=(await self._plan(request, route, slot, attempt)).request.images)
+            return await self._open(resources, slot, replace(continued, progress=progress))
+
+    async def _place(
+        self, request: ChatRequest, route: Route, attempt: PlacementAttempt, without: Collection[str] = ()
+    ) -> None:
+        """Ask which node is the best one for an attempt. Without an answer the router chooses."""
+        if (place := await self._placer.place(request, route, without)) is None:
+            return
+        attempt.choice = replace(attempt.choice, node_id=place.node_id)
+        facts: dict[str, Any] = {"num_asked": place.num_asked}
+        if (quote := place.quote) is not None:
+            facts |= {"predicted_s": quote.seconds, "cached": quote.cached_tokens}
+        current().lap("place", **facts)
 
     async def _reserve(self, resources: AsyncExitStack, attempt: PlacementAttempt) -> ReservedSlot:
         began = self._clock()
@@ -284,7 +347,7 @@ class EngineClient:
             raise TooLate(late, retry_after.REPLICA_LOST_S) from None
         finally:
             attempt.reserve_s -= self._clock() - began
-        attempt.replica_id, attempt.stage = slot.replica_id, "plan"
+        attempt.replica_id, attempt.node_id, attempt.stage = slot.replica_id, slot.node_id, "plan"
         return slot
 
     async def _plan(self, request: ChatRequest, route: Route, slot: ReservedSlot, attempt: PlacementAttempt) -> Plan:
@@ -316,6 +379,11 @@ class EngineClient:
             lost = "The engine was lost before the first token. Please send the request again."
             return Unavailable(lost, retry_after.REPLICA_LOST_S)
         return error
+
+
+def _kept(request: ChatRequest, route: Route) -> ChatRequest:
+    """Return what a running answer keeps of its request, to go on elsewhere: the messages only if they have images."""
+    return request if route is Route.MLLM else replace(request, messages=(), raw_prompt=None, tools=())
 
 
 def _planned(plan: Plan) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from deployments.engine_client import PLAN_TIMEOUT_S, EngineClient, failure_of
 from deployments.engine_stream import EngineStream
 from deployments.http.app import create_app
 from deployments.http.cache import cache_body, cleared_body
+from deployments.http.errors import NodeNotFound
 from deployments.http.parsed_request import ModelDefaults
 from deployments.http_figures import HttpFigures
 from deployments.http_proxy import HOOK, is_guarded
@@ -76,6 +77,7 @@ class TextGeneration:
     ):
         request = stream.plan.request
         self.num_prompt_tokens = len(request.token_ids)
+        self.node_ids = (stream.node_id,) if stream.node_id else ()
         self.num_cached_tokens = stream.num_cached_tokens
         self.num_skipped_tokens = stream.num_skipped_tokens
         self.spec_prefill = stream.plan.spec_prefill
@@ -203,6 +205,7 @@ class Ingress:
             checkpoint=checkpoint_fingerprint(model_dir),
         )
         self._drain_timeout_s = args.drain_timeout_s
+        self._may_resume = args.resume
         self._stopping = on_stop(self.drain)
         self._counting = asyncio.ensure_future(self._count_engines()) if in_replica() else None
         self._ingresses = own_deployment()
@@ -228,7 +231,7 @@ class Ingress:
         self._status.forget()  # a status right before and right after a request must show exact counters
         try:
             with naming_prompt(request):
-                stream = await self._client.start(request, route)
+                stream = await self._client.start(request, route, self._resumes(request))
         except BaseException:
             self._status.forget()
             raise
@@ -239,6 +242,9 @@ class Ingress:
         return TextGeneration(
             stream, self._tokenizer, rules, self._status.forget, is_context_limited, left_open(request, planned.grammar)
         )
+
+    def _resumes(self, request: ChatRequest) -> bool:
+        return self._may_resume if request.resume is None else request.resume
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         return await embed_all(request, self._embed_one, may_shorten=self._is_embedding_model)
@@ -370,6 +376,16 @@ class Ingress:
 
     async def clear_cache(self) -> dict[str, Any]:
         return cleared_body(*await self._client.ask_all("clear_cache", await engine_node_ids()))
+
+    async def drain_node(self, node_id: str) -> None:
+        nodes = await engine_node_ids()
+        if node_id not in nodes:
+            raise NodeNotFound(node_id)
+        if len(nodes) == 1:
+            raise Unavailable("The only node with an engine cannot be drained: stop the server instead.")
+        silent = await self._client.leave(node_id)
+        if silent is not None:
+            raise Unavailable(f"The engine on node {node_id} could not be drained: {silent.reason}.")
 
     async def not_ready(self) -> str | None:
         if self.in_flight.is_draining:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from ray import serve
 
 from deployments.draining import DRAIN_TIMEOUT_S, on_stop
+from deployments.placer import FACTS
 from deployments.process import in_replica, node_id, replica_info
 from deployments.protocol import EngineAnswer
 from deployments.ray_internals import http_request_id, listen_on_node_address
@@ -17,6 +18,7 @@ from deployments.ray_mirror import RayMirror, mirror_to_ray
 from deployments.serve_log import join_serve_log
 from engine import retry_after
 from engine.config import EngineConfig
+from engine.placement import Question, Quote
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.fingerprint import checkpoint_fingerprint
 from engine.protocol import CacheCleared, CachedPrefix, CacheStatus, EngineRequest, TokenChunk, Unavailable
@@ -76,6 +78,18 @@ class ModelReplica:
             async for chunk in chunks:
                 yield chunk
 
+    async def quote(self, question: Question) -> Quote:
+        """Predict when the first token of a request would come here, see AsyncEngine.quote."""
+        return self._engine.quote(question)
+
+    async def book(self, question: Question, max_wait_s: float) -> Quote | None:
+        """Count a request as on its way, see AsyncEngine.book."""
+        return self._engine.book(question, max_wait_s)
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Return what every ingress knows of this engine without asking. Serve calls this once, at the start."""
+        return {FACTS: self._engine.placement_facts()}
+
     async def status(self) -> dict[str, Any]:
         return {**replica_info(), "engine": asdict(self._engine.status())}
 
@@ -98,6 +112,15 @@ class ModelReplica:
     async def clear_cache(self) -> EngineAnswer[CacheCleared]:
         """Clear the prefix cache except pinned entries. Raises EngineFailed if the engine is not ready."""
         return _from_here(await self._engine.clear_cache())
+
+    async def leave(self) -> EngineAnswer[None]:
+        """End all open requests so that other engines go on with them, and take no new ones; see AsyncEngine.move_all.
+
+        Raises:
+            EngineFailed: The engine is not ready.
+        """
+        log.info("this node is drained: its answers go on elsewhere")
+        return _from_here(await self._engine.move_all())
 
     async def check_health(self) -> None:
         self._engine.check_health()

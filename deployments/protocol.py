@@ -181,6 +181,8 @@ class ChatRequest:
     """What placement knows of the prompt; None if the request was not read from a body."""
     session: str = ""
     """The client's name of its session; '' without one."""
+    resume: bool | None = None
+    """Whether the answer may go on at another engine if its own is lost. None: the configuration decides."""
 
     @property
     def keys(self) -> ConversationKeys | None:
@@ -319,6 +321,11 @@ class Generation(Protocol):
     def num_prompt_tokens(self) -> int: ...
 
     @property
+    def node_ids(self) -> tuple[str, ...]:
+        """The nodes whose engines began the answer; () without Ray."""
+        ...
+
+    @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that were read from the prefix cache."""
         ...
@@ -426,6 +433,15 @@ class Backend(Protocol):
 
     async def clear_cache(self) -> dict[str, Any]:
         """Clear the prefix caches of all engines except pinned entries. Returns the body of `DELETE /v1/cache`."""
+        ...
+
+    async def drain_node(self, node_id: str) -> None:
+        """Let the engine of a node take no new request, and move its open ones to the others.
+
+        Raises:
+            NodeNotFound: No node with this id has an engine.
+            Unavailable: It is the only one, or it does not answer.
+        """
         ...
 
     async def not_ready(self) -> str | None:

@@ -88,6 +88,8 @@ REQUIRED: tuple[RayInternal, ...] = (
     RayInternal(router.CurrentLoopRouter.__init__, "_asyncio_router"),
     RayInternal(router.SingletonThreadRouter.__init__, "_asyncio_router"),
     RayInternal(router.AsyncioRouter, "request_router"),
+    RayInternal(RunningReplica, "replica_metadata"),
+    RayInternal(replica, "RECORD_REPLICA_METADATA_METHOD"),
     # This process's own replica.
     RayInternal(replica.ReplicaActor.__init__, "_replica_impl"),
     RayInternal(replica.Replica.__init__, "_shutting_down"),
@@ -149,14 +151,23 @@ async def answer_of(call: Any) -> Any:
     return await call.get_async()
 
 
-def running_nodes(handle: Any) -> set[str] | None:
+class RunningNode(NamedTuple):
+    """A node with a running replica of a deployment."""
+
+    node_id: str
+    metadata: dict[str, Any]
+    """What the replica's `record_replica_metadata` returned at its start; {} without that method."""
+
+
+def running_nodes(handle: Any) -> list[RunningNode] | None:
     """Return the nodes of a deployment's running replicas, as this process knows them; None if it does not know."""
     outer = getattr(handle, "_router", None)
     inner = getattr(outer, "_asyncio_router", None)
     request_router = getattr(inner, "request_router", None)
     if request_router is None:
         return None
-    return {running.node_id for running in list(request_router.curr_replicas.values())}  # another thread may change it
+    replicas = list(request_router.curr_replicas.values())  # another thread may change it
+    return [RunningNode(replica.node_id, replica.replica_metadata) for replica in replicas]
 
 
 def own_replica() -> Any:

@@ -176,7 +176,7 @@ async def while_running(
     try:
         while not (await asyncio.wait({work}, timeout=period_s))[0]:
             nodes = running_nodes(handle)
-            if nodes is None or node_id in nodes:
+            if nodes is None or any(node.node_id == node_id for node in nodes):
                 has_been_there, missing_s = True, 0.0
             elif has_been_there:
                 missing_s += period_s

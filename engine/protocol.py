@@ -338,7 +338,7 @@ class EngineRequest:
     spent_s: float = 0.0
     """Seconds from the arrival of the HTTP request until it was sent to the engine."""
     keys: ConversationKeys | None = None
-    """Keys of the conversation, by which later requests find what is cached of it; None: it is found by tokens alone."""
+    """Keys of the conversation, by which questions find what is cached of it; None: it is found by tokens alone."""
 
     @property
     def num_output_tokens(self) -> int:

@@ -27,6 +27,8 @@ VERBS = (
     Verb("serve", "start the server and run until Ctrl-C or SIGTERM"),
     Verb("run", "ask the model, or chat with it, in the terminal", "deployments.commands.run"),
     Verb("ps", "show the running server: nodes, memory, queue, slow requests", "deployments.commands.ps"),
+    Verb("nodes", "list the nodes of the running server", "deployments.commands.nodes"),
+    Verb("drain", "move the answers of a node to the others, before it leaves", "deployments.commands.drain"),
     Verb("launch", "start claude, codex, opencode or qwen on the running server", "deployments.commands.launch"),
     Verb("pull", "download a model, checked before the download", "deployments.commands.pull"),
     Verb("ls", "list the models on this machine, and which can be served", "deployments.commands.ls"),

@@ -26,7 +26,15 @@ PAGE_PATH, PAGE_FILES = "/", "/page/"
 
 _CORS_METHODS = "GET, POST, DELETE"
 _CORS_EXPOSED = ", ".join(
-    ("x-request-id", "request-id", "retry-after", "x-orchard-ignored", "x-orchard-timing", *HEADER_NAMES)
+    (
+        "x-request-id",
+        "request-id",
+        "retry-after",
+        "x-orchard-ignored",
+        "x-orchard-timing",
+        "x-orchard-node",
+        *HEADER_NAMES,
+    )
 )
 _CORS_MAX_AGE_S = "600"
 

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from deployments.http.answer import Answer, AnswerEncoder
 from deployments.http.api_keys import KeyIdentity
 from deployments.http.client_address import address_group, client_host
-from deployments.http.context import IGNORED_HEADER, HttpContext
+from deployments.http.context import IGNORED_HEADER, NODE_HEADER, HttpContext
 from deployments.http.errors import CLIENT_LEFT
 from deployments.http.event_stream import EventStream
 from deployments.http.fields import left_open_names
@@ -170,6 +170,8 @@ class AnswerResponse(Response):
         """Generate the answer, with comments while a stream is silent. Returns as `_answer`."""
         async with in_background(stream.keep_alive()) if job.stream else nullcontext():
             generation = await job.start(key)
+            if generation.node_ids:
+                await stream.note(NODE_HEADER, ", ".join(generation.node_ids))
             if generation.left_open:
                 await stream.note(IGNORED_HEADER, left_open_names(generation.left_open))
             answer = self._so_far = Answer(generation, job.num_choices, keeps_text=not job.stream)

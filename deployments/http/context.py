@@ -1,7 +1,7 @@
 """HttpContext: the state that all endpoints share, and how they read a body and start a generation."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 from starlette.requests import Request
@@ -10,7 +10,7 @@ from deployments.http.api_keys import KeyIdentity
 from deployments.http.body_encoding import decoded
 from deployments.http.body_reader import BodyReader
 from deployments.http.config import HttpConfig
-from deployments.http.errors import ErrorMap, NotReady
+from deployments.http.errors import ErrorMap, NotReady, shown
 from deployments.http.fields import IgnoredFields, printable
 from deployments.http.openapi import ApiDocument
 from deployments.http.parsed_request import ModelDefaults, ParsedRequest, ReadingRules
@@ -20,10 +20,16 @@ from deployments.http.unread_bodies import UnreadBodies, read_body
 from deployments.placement.conversation_keys import session_of
 from deployments.protocol import Backend, ChatRequest, Generation, Route
 from deployments.timeline import current
-from engine.protocol import EngineFailed, Unavailable
+from engine.protocol import EngineFailed, InvalidRequest, Unavailable
 
 IGNORED_HEADER = "X-Orchard-Ignored"
 """Response header that names what was ignored: unknown fields of the body, parts of the tools' schemas."""
+
+RESUME_HEADER = "X-Orchard-Resume"
+"""Request header, `on` or `off`: whether the answer may go on at another engine if its own is lost."""
+
+NODE_HEADER = "X-Orchard-Node"
+"""Response header with the ids of the nodes that began the answer, as in `/v1/status`."""
 
 
 class HttpContext:
@@ -81,9 +87,10 @@ class HttpContext:
             body = await asyncio.to_thread(decoded, body, encoding, self.config.max_body_bytes)
         parsed = await self.reader.read(body, dialect)
         timeline.lap("parse")
-        if (session := session_of(request.headers)) and isinstance(parsed.request, ChatRequest):
-            parsed = replace(parsed, request=replace(parsed.request, session=session))
-        return parsed
+        if not isinstance(parsed.request, ChatRequest):
+            return parsed
+        session, resume = session_of(request.headers) or parsed.request.session, _resume_of(request.headers)
+        return replace(parsed, request=replace(parsed.request, session=session, resume=resume))
 
     def ignored_header(self, parsed: ParsedRequest) -> dict[str, str]:
         """Count the unknown fields of a request and return the response header that names them, if there are any."""
@@ -115,3 +122,16 @@ class HttpContext:
         if (reason := await self.backend.not_ready()) is not None:
             raise NotReady(reason)
         self._has_been_ready = True
+
+
+def _resume_of(headers: Mapping[str, str]) -> bool | None:
+    """Return what a request says in RESUME_HEADER; None without it. Raises InvalidRequest."""
+    match headers.get(RESUME_HEADER):
+        case None:
+            return None
+        case "on":
+            return True
+        case "off":
+            return False
+        case other:
+            raise InvalidRequest(f"The header {RESUME_HEADER} is {shown(other)}; it must be on or off.", RESUME_HEADER)

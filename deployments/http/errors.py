@@ -123,6 +123,16 @@ class RequestNotFound(Refusal):
         return f"The request {shown(self.args[0])} was not found: it has ended, or this server has not received it."
 
 
+class NodeNotFound(Refusal):
+    """No node with the id in args[0] has an engine."""
+
+    status, code = 404, "node_not_found"
+
+    @property
+    def message(self) -> str:
+        return f"The node {shown(self.args[0])} was not found: no node with this id has an engine, see GET /v1/status."
+
+
 class NotReady(EngineFailed):
     """No request can be served now; args[0] says why."""
 

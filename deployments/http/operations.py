@@ -22,6 +22,10 @@ class Operations:
         app.add_route("/v1/cache", guard(self.cache), ["GET", "DELETE"])  # one route, for a whole Allow header
         describe("/v1/cache", "GET", None, "Show the prefix caches of all engines.")
         describe("/v1/cache", "DELETE", None, "Empty the prefix caches; an administrative request.")
+        app.add_route("/v1/nodes/{id}/drain", guard(self.drain), ["POST"])
+        describe(
+            "/v1/nodes/{id}/drain", "POST", None, "Move all answers of a node to others; an administrative request."
+        )
         app.add_route("/health/live", guard(self.live), ["GET"])
         describe("/health/live", "GET", None, "Tell whether the process answers.")
         for path in READY_PATHS:
@@ -36,6 +40,13 @@ class Operations:
         if reason is None:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "not ready", "reason": reason}, 503)
+
+    async def drain(self, request: Request) -> Response:
+        if not request.state.is_administrative:
+            raise AdministratorOnly("POST /v1/nodes/{id}/drain")
+        id = request.path_params["id"]
+        await self._context.backend.drain_node(id)
+        return JSONResponse({"id": id, "object": "node.drain", "draining": True})
 
     async def status(self, request: Request) -> Response:
         return JSONResponse(await status_of(self._context, request))

@@ -22,6 +22,7 @@ from deployments.engine_client import EngineClient, failure_of
 from deployments.engine_stream import EngineStream
 from deployments.model_replica import ModelReplica
 from deployments.protocol import ChatRequest, Plan, Route
+from deployments.ray_internals import RunningNode
 from deployments.replica_calls import is_replica_lost
 from deployments.replica_choice import Choice, NoOtherReplica, NoReplica, NoReplicaYet
 from deployments.routing import NodeRouter
@@ -586,7 +587,7 @@ def test_plan_is_not_waited_for_when_its_node_is_lost():
         return await tokens(await graph.client().start(REQUEST, Route.TEXT))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica_calls, "running_nodes", lambda handle: set(nodes))
+        patch.setattr(replica_calls, "running_nodes", lambda handle: [RunningNode(node_id, {}) for node_id in nodes])
         patch.setattr(replica_calls.while_running, "__defaults__", (0.01, 0.05))
         assert run(go) == [3]
 
@@ -600,9 +601,9 @@ def test_planner_stopped_by_serve_may_finish_a_plan_in_the_grace_period():
         work = asyncio.ensure_future(late())
         return await replica_calls.while_running(None, "node-0", work, period_s=0.01, grace_s=5)
 
-    seen = iter([{"node-0"}])
+    seen = iter([[RunningNode("node-0", {})]])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica_calls, "running_nodes", lambda handle: next(seen, set()))
+        patch.setattr(replica_calls, "running_nodes", lambda handle: next(seen, []))
         assert run(go) == "planned"
 
 

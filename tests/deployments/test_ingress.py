@@ -47,6 +47,7 @@ class FakeStream:
     def __init__(self, chunks: list[TokenChunk], num_choices: int = 1):
         request = SimpleNamespace(token_ids=np.zeros(7), num_choices=num_choices, grammar=None)
         self.plan = SimpleNamespace(request=request, spec_prefill=REPORT)
+        self.node_id = ""
         self.num_cached_tokens = 4
         self.num_skipped_tokens = 2
         self.num_read = 0

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import psutil
@@ -21,6 +21,7 @@ from deployments.ingress import Ingress
 from deployments.ray_internals import (
     REQUIRED,
     RayInternal,
+    RunningNode,
     answer_of,
     cancel_call,
     check_ray,
@@ -57,7 +58,7 @@ class Replica(FakeReplica):
 
     actor_id = None
     availability_zone = None
-    replica_metadata: Any = None
+    replica_metadata: ClassVar[dict[str, Any]] = {"model": "demo"}
     _replica_info = SimpleNamespace(node_ip="127.0.0.1", port=1)
 
     def __init__(self, name: str = "a", node_id: str = "node-0"):
@@ -189,7 +190,7 @@ def test_running_nodes_are_the_nodes_of_the_routers_replicas(make: Callable[[Rep
         handle = SimpleNamespace(_router=make(Replica(node_id="node-7")))
         return running_nodes(handle), running_nodes(SimpleNamespace())
 
-    assert asyncio.run(go()) == ({"node-7"}, None)
+    assert asyncio.run(go()) == ([RunningNode("node-7", {"model": "demo"})], None)
 
 
 def test_broadcast_has_an_answer_from_each_replica():

@@ -16,6 +16,7 @@ class MergedGeneration:
     """
 
     def __init__(self, generations: Sequence[Generation], num_choices: int):
+        self.node_ids = tuple(dict.fromkeys(node_id for one in generations for node_id in one.node_ids))
         self.num_prompt_tokens = sum(generation.num_prompt_tokens for generation in generations)
         self.num_cached_tokens = sum(generation.num_cached_tokens for generation in generations)
         self.num_skipped_tokens = sum(generation.num_skipped_tokens for generation in generations)

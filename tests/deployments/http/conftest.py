@@ -26,6 +26,7 @@ class FakeGeneration:
     num_prompt_tokens = 7
     num_cached_tokens = 5
     num_skipped_tokens = 3
+    node_ids = ()
     context_limited = False
     left_open: tuple[str, ...] = ()
 

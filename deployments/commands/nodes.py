@@ -1,0 +1,54 @@
+"""List the nodes of a running server: what each engine does, and what it has room for."""
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from deployments.commands import connection
+from deployments.commands.connection import Connection, Refused
+from deployments.commands.output import console, show_json, size, table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
+    connection.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the engines of /v1/status as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the verb; return its exit status: 1 while no engine is ready."""
+    server = connection.connection_of(options)
+    status = _status(server)
+    if options.json:
+        show_json(status["engines"])
+    else:
+        columns = ("node", "process", "state", "#rows", "#waiting", "#context", "#memory")
+        console().print(table(columns, _rows(status["engines"])))
+    return 0 if status.get("ready") else 1
+
+
+def node_ids(server: Connection) -> list[str]:
+    """Return the ids of the nodes that have an engine."""
+    return [str(engine["node_id"]) for engine in _status(server)["engines"]]
+
+
+def _status(server: Connection) -> dict[str, Any]:
+    status = server.get("/v1/status")
+    if not (isinstance(status, dict) and isinstance(status.get("engines"), list)):
+        raise Refused(f"{server.url} is no Orchard server: its /v1/status names no engines", 200)
+    return status
+
+
+def _rows(engines: list[dict[str, Any]]) -> Iterator[list[object]]:
+    for replica in engines:
+        engine = replica["engine"]
+        limit = (engine.get("admission") or {}).get("limit_bytes")
+        yield [
+            str(replica.get("node_id") or "this one"),
+            replica.get("pid"),
+            engine.get("unavailable") or engine["state"],
+            f"{engine.get('num_running')}/{engine.get('max_running')}",
+            f"{engine.get('num_waiting')}/{engine.get('max_queue')}",
+            engine.get("max_context_tokens"),
+            None if limit is None else size(limit),
+        ]

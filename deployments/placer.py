@@ -1,0 +1,175 @@
+"""Placer: asks a few engines what a request would cost there, and books it at the best one."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from deployments.placement.conversation_keys import BYTES_PER_TOKEN
+from deployments.placement.place import NodeFacts, Placement
+from deployments.protocol import ChatRequest, Route
+from deployments.ray_internals import RunningNode, running_nodes
+from deployments.replica_calls import call_within
+from deployments.replica_choice import ask_node
+from engine.placement import Question, Quote
+
+log = logging.getLogger("ray.serve")
+
+QUOTE_TIMEOUT_S, BEHIND_FIRST_S = 0.25, 0.05
+"""Longest wait for quotes, and for the others after the first one. An engine answers between two events of its loop,
+also while its device is busy."""
+
+LATE_ANSWER_S = 10.0
+"""How long a late answer is waited for, in the background: it shows that the node is there again."""
+
+CHANGED_MIND_S = 2.0
+"""Seconds by which a request may wait longer than quoted before it is booked elsewhere."""
+
+SIZE_WEIGHT = 0.05
+"""Weight of a prompt in the moving average of bytes per token."""
+
+
+FACTS = "placement"
+"""Key of the engine's `NodeFacts`, as a dictionary, in the metadata of its replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The node of a request."""
+
+    node_id: str
+    quote: Quote | None
+    """What its engine said; None if it was silent."""
+    num_asked: int
+    """Nodes that were asked."""
+
+
+class Placer:
+    """Places the requests of one ingress. Belongs to its event loop.
+
+    A cluster with a single engine is asked nothing. A node that did not answer its last question in time is asked
+    again, but not waited for, and gets no request before it has answered, unless no other node takes the request.
+
+    Args:
+        engines: Handle of the engines.
+        rng: Source of random choices.
+    """
+
+    def __init__(self, engines: DeploymentHandle, rng: random.Random | None = None):
+        self._engines = engines
+        self._placement = Placement(rng)
+        self._silent: set[str] = set()
+        self._bytes_per_token = BYTES_PER_TOKEN
+
+    async def place(self, request: ChatRequest, route: Route, without: Collection[str] = ()) -> Place | None:
+        """Choose the node of a request, and book it there.
+
+        Args:
+            request: The request.
+            route: Its planner.
+            without: Nodes to leave out: those that the request has tried.
+
+        Returns:
+            None if there are fewer than two nodes to choose from, or if each of them refuses the request.
+        """
+        nodes = running_nodes(self._engines)
+        if nodes is None or request.sketch is None:
+            return None
+        self._placement.update(map(facts_of, nodes))
+        if len(set(self._placement.node_ids) - set(without)) < 2:
+            return None
+        question = self._question(request, route)
+        quotes = await self._quotes(self._placement.candidates(question, without), question)
+        if more := self._placement.more(question, quotes, without):
+            quotes |= await self._quotes(more, question)
+        node_id = self._placement.choose(question, quotes)
+        if node_id is not None and (quote := quotes[node_id]) is not None:
+            node_id = await self._book(node_id, quote, question, quotes)
+        if node_id is None:
+            return None
+        self._placement.placed(question, node_id)
+        return Place(node_id, quotes[node_id], len(quotes))
+
+    def planned(self, request: ChatRequest, num_tokens: int) -> None:
+        """Learn the size of tokens from a request's plan."""
+        if request.sketch is not None and num_tokens:
+            measured = request.sketch.num_bytes / num_tokens
+            self._bytes_per_token += SIZE_WEIGHT * (measured - self._bytes_per_token)
+
+    def _question(self, request: ChatRequest, route: Route) -> Question:
+        assert request.sketch is not None and request.keys is not None
+        return Question(
+            request.request_id,
+            request.keys,
+            max(1, int(request.sketch.num_bytes / max(self._bytes_per_token, 0.1))),
+            request.num_choices,
+            request.max_tokens,
+            route is Route.MLLM,
+            request.priority,
+        )
+
+    async def _quotes(self, node_ids: Iterable[str], question: Question) -> dict[str, Quote | None]:
+        """Ask nodes for their quotes; None for those that do not answer in time."""
+        asked = list(node_ids)
+        heard = await self._hear(asked, "quote", question)
+        return {node_id: heard.get(node_id) for node_id in asked}
+
+    async def _book(
+        self, node_id: str, quote: Quote, question: Question, quotes: dict[str, Quote | None]
+    ) -> str | None:
+        """Book a request at a node.
+
+        If others came before, so that it would wait longer there than quoted, the nodes are compared once more.
+
+        Args:
+            node_id: The node.
+            quote: Its quote.
+            question: The request.
+            quotes: The quotes of all nodes that were asked; updated.
+
+        Returns:
+            The node of the request; None if every node refuses it.
+        """
+        heard = await self._hear([node_id], "book", question, quote.wait_s + CHANGED_MIND_S)
+        if node_id in heard and heard[node_id] is None:
+            return node_id
+        quotes[node_id] = heard.get(node_id)
+        chosen = self._placement.choose(question, quotes)
+        if chosen is not None and quotes[chosen] is not None:
+            await self._hear([chosen], "book", question, float("inf"))
+        return chosen
+
+    async def _hear(self, node_ids: Iterable[str], method: str, *args: Any) -> dict[str, Any]:
+        """Ask the engines of nodes; return the answers of those that answer in time.
+
+        Nodes that did not answer their last question are waited for only if no other is asked.
+        """
+        asked = {node_id: asyncio.ensure_future(self._ask(node_id, method, *args)) for node_id in node_ids}
+        waited = [task for node_id, task in asked.items() if node_id not in self._silent] or list(asked.values())
+        done, left = await asyncio.wait(waited, timeout=QUOTE_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        if done and left:
+            await asyncio.wait(left, timeout=BEHIND_FIRST_S)
+        self._silent |= {node_id for node_id, task in asked.items() if not task.done()}
+        return {node_id: task.result() for node_id, task in asked.items() if task.done() and not task.exception()}
+
+    async def _ask(self, node_id: str, method: str, *args: Any) -> Any:
+        """Call a method of the engine on a node; record whether it answers. Raises whatever the call raises."""
+        handle = self._engines.options(method_name=method, session_id=ask_node(node_id))
+        try:
+            answer = await call_within(LATE_ANSWER_S, handle.remote(*args))
+        except Exception as error:
+            if node_id not in self._silent:
+                log.warning("the engine on node %s does not answer questions: %r", node_id, error)
+            self._silent.add(node_id)
+            raise
+        self._silent.discard(node_id)
+        return answer
+
+
+def facts_of(node: RunningNode) -> NodeFacts:
+    """Return what the engine of a node said of itself at its start."""
+    return NodeFacts(node.node_id, **node.metadata.get(FACTS, {}))
