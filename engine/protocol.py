@@ -20,6 +20,7 @@ import numpy as np
 
 from engine.cache_miss import CacheMiss
 from engine.config import BoundaryKind, Pooling, SnapshotKind
+from engine.placement import ConversationKeys
 from engine.timeline import RowTimeline
 
 
@@ -336,6 +337,8 @@ class EngineRequest:
     """X-Request-ID of the HTTP request, for the log; '' without one."""
     spent_s: float = 0.0
     """Seconds from the arrival of the HTTP request until it was sent to the engine."""
+    keys: ConversationKeys | None = None
+    """Keys under which the engine finds its snapshots for quotes; None: quotes do not know of them."""
 
     @property
     def num_output_tokens(self) -> int:
