@@ -23,6 +23,10 @@ REFIT_ERROR, REFIT_PERIOD = 0.03, 8
 TOKENS_WEIGHT = 0.1
 """Weight of a new step in the moving average of its tokens per row."""
 
+MIN_ATTENTION_TOKENS = 2048
+"""Attention is fitted once a token of a measured chunk has on average this many tokens before it: earlier it takes too
+little of the time to be told from noise, and what short chunks leave open would count a thousandfold in long prompts."""
+
 GUESSED_S_PER_TOKEN = GUESSED_S_PER_PATCH = 1e-3
 """Seconds per prompt token, and per patch of an image, before anything is measured."""
 
@@ -36,10 +40,13 @@ class LearnedCost:
         guess: Coefficients before anything is measured.
         is_warm: Whether the first measurement counts. Otherwise later ones replace it, because it may include
             compilation.
+        min_ratio: The last coefficient is fitted only while the last feature of some measurement is at least this many
+            times the one before it; else it stays as it is.
     """
 
-    def __init__(self, guess: Sequence[float], is_warm: bool = False):
+    def __init__(self, guess: Sequence[float], is_warm: bool = False, min_ratio: float = 0.0):
         self.coefficients = np.array(guess)
+        self._min_ratio = min_ratio
         self._rows: deque[np.ndarray] = deque(maxlen=WINDOW)  # features divided by seconds
         self._num_recorded = 0
         self._num_cold = 0 if is_warm else 1
@@ -60,7 +67,14 @@ class LearnedCost:
         self._rows.append(features / seconds)
         differs = abs(self.seconds(self._rows[-1]) - 1.0) > REFIT_ERROR
         if differs or self._num_recorded % REFIT_PERIOD == 0:
-            self.coefficients = fit_non_negative(np.array(self._rows))
+            self._fit(np.array(self._rows))
+
+    def _fit(self, rows: np.ndarray) -> None:
+        if (rows[:, -1] >= self._min_ratio * rows[:, -2]).any():
+            self.coefficients = fit_non_negative(rows)
+        else:
+            others = fit_non_negative(rows[:, :-1], known=rows[:, -1] * self.coefficients[-1])
+            self.coefficients = np.append(others, self.coefficients[-1])
 
 
 GUESSED_READ_BYTES_PER_S, GUESSED_READ_BYTES = 1e9, 2.0**26
@@ -90,7 +104,7 @@ class CostModel:
         chunk_times: Sequence[ChunkTime] = (),
     ) -> None:
         self.steps = StepCosts(drafts, step_times)
-        self._chunks = LearnedCost([0.0, GUESSED_S_PER_TOKEN, 0.0], is_warm=bool(chunk_times))
+        self._chunks = LearnedCost([0.0, GUESSED_S_PER_TOKEN, 0.0], bool(chunk_times), MIN_ATTENTION_TOKENS)
         self._images = LearnedCost([0.0, GUESSED_S_PER_PATCH, 0.0])
         self._reads = (GUESSED_READ_BYTES, GUESSED_READ_BYTES / GUESSED_READ_BYTES_PER_S)  # fading sums: bytes, seconds
         self._step_shape = (0, PLAIN)  # of the last step

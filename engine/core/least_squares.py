@@ -14,21 +14,22 @@ RIDGE = 1e-3
 """Regularization relative to the measurements: decides between coefficients that they cannot tell apart."""
 
 
-def fit_non_negative(rows: np.ndarray) -> np.ndarray:
-    """Fit non-negative coefficients such that rows @ coefficients is near 1.
+def fit_non_negative(rows: np.ndarray, known: np.ndarray | float = 0.0) -> np.ndarray:
+    """Fit non-negative coefficients such that known + rows @ coefficients is near 1.
 
     Args:
         rows: float64 [measurements, coefficients], features divided by the measured value.
+        known: float64 [measurements], the share of each measured value that other coefficients explain.
 
     Returns:
         float64 [coefficients].
     """
     scale = np.maximum(rows.mean(axis=0), 1e-12)
     rows, weights = rows / scale, np.ones(len(rows))
-    solution = np.zeros(rows.shape[1])
+    solution, targets = np.zeros(rows.shape[1]), np.broadcast_to(1.0 - known, len(rows))
     for _ in range(NUM_REWEIGHTINGS):
-        solution = _non_negative(rows * weights[:, None], weights)
-        predicted = np.maximum(rows @ solution, 1e-9)
+        solution = _non_negative(rows * weights[:, None], weights * targets)
+        predicted = np.maximum(known + rows @ solution, 1e-9)
         error = np.maximum(np.abs(predicted - 1.0), np.abs(1.0 / predicted - 1.0))
         weights = np.minimum(1.0, MAX_RELATIVE_ERROR / np.maximum(error, 1e-9)) ** 2
     return solution / scale

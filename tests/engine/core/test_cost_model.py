@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from engine.core.batch import PLAIN, Drafts, StepTime
+from engine.core.batch import PLAIN, ChunkTime, Drafts, StepTime
 from engine.core.cost_model import CostModel
+from tests.benchmarks.sim_runner import MACHINES
 
 
 def chunk_s(num_tokens: int, start: int) -> float:
@@ -55,6 +56,24 @@ def test_a_prompt_takes_the_sum_of_its_chunks():
     costs = learned()
     chunks = sum(costs.chunk_s(2048, start) for start in range(0, 8 * 2048, 2048))
     assert costs.prompt_s(0, 8 * 2048) == pytest.approx(chunks) and costs.prompt_s(9, 9) == 0
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_fresh_engine_predicts_long_prompts_from_the_short_chunks_of_warm_up(name: str):
+    machine = MACHINES[name]
+    costs = CostModel(chunk_times=[ChunkTime(n, machine.chunk_seconds(0, n)) for n in (64, 256)])
+    for num_tokens in (2_000, 20_000, 60_000):
+        seconds = machine.prompt_seconds(num_tokens)
+        assert seconds / 2 < costs.prompt_s(0, num_tokens) < 2 * seconds
+
+
+def test_attention_that_a_long_prompt_has_shown_survives_short_prompts():
+    costs, rng = learned(), random.Random(2)
+    before = costs.prompt_s(0, 60_000)
+    for _ in range(64):
+        num_tokens = rng.randrange(20, 300)
+        costs.record_chunk(num_tokens, 0, chunk_s(num_tokens, 0) * rng.lognormvariate(0, 0.02))
+    assert costs.prompt_s(0, 60_000) == pytest.approx(before, rel=0.1)
 
 
 def test_the_first_chunk_which_compiles_kernels_is_replaced():

@@ -1,0 +1,172 @@
+"""Placement: which nodes are asked for a quote, and which of them gets the request. Pure."""
+
+import random
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from deployments.placement.homes import Homes
+from deployments.placement.rendezvous import Rendezvous
+from engine.placement import Question, Quote
+
+NUM_HASHED = 2
+"""Nodes that are asked because of the conversation's key."""
+
+LONG_WAIT_S = 5.0
+"""A new conversation that would wait longer at each node that was asked is offered to more nodes."""
+
+MIN_GAIN, MIN_GAIN_S = 0.2, 1.0
+"""A conversation leaves its last node only if another one is faster by this share and by these seconds."""
+
+TIE_S = 0.05
+"""Quotes that differ by at most this count as equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What a node has said of itself when its engine started; None: not said."""
+
+    node_id: str
+    room_bytes: int | None = None
+    """Bytes that requests and caches share."""
+    max_context_tokens: int | None = None
+    reads_images: bool = True
+    pace_s: float | None = None
+    """Seconds to prefill 2,048 tokens."""
+
+
+class Placement:
+    """Chooses nodes for requests. One per ingress and model.
+
+    For each request: `candidates` are asked; if `more` names further nodes, those are asked, too; `choose` picks one of
+    all that were asked; `placed` remembers it.
+
+    Args:
+        rng: Draws the random nodes of `more`.
+        homes: The last nodes of conversations.
+    """
+
+    def __init__(self, rng: random.Random | None = None, homes: Homes | None = None):
+        self._random = rng or random.Random()
+        self._homes = homes or Homes()
+        self._nodes: dict[str, NodeFacts] = {}
+        self._rendezvous: dict[tuple[bool, int], Rendezvous] = {}  # by what its nodes can take: images, context
+
+    @property
+    def node_ids(self) -> Collection[str]:
+        """The nodes that exist."""
+        return self._nodes.keys()
+
+    def update(self, nodes: Iterable[NodeFacts]) -> None:
+        """Replace the nodes that exist. Cheap if nothing has changed."""
+        by_id = {node.node_id: node for node in nodes}
+        if by_id != self._nodes:
+            self._nodes = by_id
+            self._rendezvous.clear()
+
+    def last(self, question: Question) -> str | None:
+        """Return the last node of the question's conversation; None if unknown or if it no longer exists."""
+        node_id = self._homes.get(question.keys.conversation)
+        return node_id if node_id in self._nodes else None
+
+    def candidates(self, question: Question, without: Collection[str] = ()) -> list[str]:
+        """Return the nodes to ask first, at most four.
+
+        These are the first nodes of the conversation's key, its last node, and the home of its system part.
+
+        Args:
+            question: The request.
+            without: Nodes to leave out, because they were lost or have refused the request.
+        """
+        rendezvous, num = self._able(question), NUM_HASHED + len(without)
+        hashed = [one for one in rendezvous.ranked(question.keys.conversation, num) if one not in without]
+        chosen = dict.fromkeys(hashed[:NUM_HASHED])
+        homes = [one for one in rendezvous.ranked(question.keys.system, 1 + len(without)) if one not in without]
+        for node_id in (self.last(question), *homes[:1]):
+            if node_id is not None and node_id not in without:
+                chosen[node_id] = None
+        return list(chosen)
+
+    def more(self, question: Question, quotes: Mapping[str, Quote | None], without: Collection[str] = ()) -> list[str]:
+        """Return further nodes to ask, at most three; empty as a rule.
+
+        If every node that was asked refuses or is silent, or if for a new conversation each of them is crowded or busy
+        for more than LONG_WAIT_S, these are the next two by rank and a random one.
+
+        Args:
+            question: The request.
+            quotes: The quotes of the candidates; None for a node that did not answer in time.
+            without: See `candidates`.
+        """
+        taking = [quote for quote in quotes.values() if quote is not None and quote.refusal is None]
+        is_new = self.last(question) is None and not any(quote.is_resident for quote in taking)
+        if taking and not (is_new and all(one.crowding_s > 0 or one.wait_s > LONG_WAIT_S for one in taking)):
+            return []
+        asked = {*quotes, *without}
+        others = self._able(question).ranked(question.keys.conversation, len(asked) + NUM_HASHED)
+        chosen = [node_id for node_id in others if node_id not in asked][:NUM_HASHED]
+        left = [one for one in self._able(question).node_ids if one not in asked and one not in chosen]
+        return [*chosen, *([self._random.choice(left)] if left else [])]
+
+    def choose(self, question: Question, quotes: Mapping[str, Quote | None]) -> str | None:
+        """Return the node for the request; None if every node refuses it. See the function `choose`."""
+        return choose(quotes, self.last(question))
+
+    def placed(self, question: Question, node_id: str) -> None:
+        """Remember the node of a request's conversation."""
+        self._homes.put(question.keys.conversation, node_id)
+
+    def _able(self, question: Question) -> Rendezvous:
+        """Return the order of the nodes that can take the request, as far as the nodes have said.
+
+        Where no node has a context that is long enough, these are the nodes with the longest: the number of tokens is
+        an estimate.
+        """
+        nodes = [node for node in self._nodes.values() if node.reads_images or not question.has_images]
+        longest = max((_context(node) for node in nodes), default=0)
+        contexts = sorted({_context(node) for node in nodes})
+        min_context = next((context for context in contexts if context >= question.num_tokens), longest)
+        key = question.has_images, int(min(min_context, 2**62))
+        if key not in self._rendezvous:
+            able = [node for node in nodes if _context(node) >= min_context]
+            self._rendezvous[key] = Rendezvous(weights(able))
+        return self._rendezvous[key]
+
+
+def choose(quotes: Mapping[str, Quote | None], last: str | None = None) -> str | None:
+    """Return the node with the fewest seconds.
+
+    The conversation's last node keeps it unless another one is faster by MIN_GAIN and MIN_GAIN_S. Nodes that refuse are
+    left out; nodes that did not answer are chosen only where no other takes the request.
+
+    Args:
+        quotes: Quotes by node, in the order of preference among equal ones; None for a node that did not answer.
+        last: The conversation's last node; None for a new conversation.
+
+    Returns:
+        None if every node refuses.
+    """
+    seconds = {node: quote.seconds for node, quote in quotes.items() if quote is not None and quote.refusal is None}
+    if not seconds:
+        silent = [node for node, quote in quotes.items() if quote is None]
+        return last if last in silent else next(iter(silent), None)
+    least = min(seconds.values())
+    if last in seconds and seconds[last] - least < max(MIN_GAIN_S, MIN_GAIN * seconds[last]):
+        return last
+    return next(node for node, each in seconds.items() if each <= least + TIE_S)
+
+
+def weights(nodes: Collection[NodeFacts]) -> dict[str, float]:
+    """Return the nodes' weights: the harmonic mean of room and speed, each relative to the median of the nodes.
+
+    A conversation needs both, so that much of one makes up for little of the other only in part. A figure that a node
+    has not said counts as the median.
+    """
+    rooms = [node.room_bytes for node in nodes if node.room_bytes]
+    paces = [node.pace_s for node in nodes if node.pace_s]
+    room, pace = median(rooms) if rooms else 1.0, median(paces) if paces else 1.0
+    return {node.node_id: 2.0 / (room / (node.room_bytes or room) + (node.pace_s or pace) / pace) for node in nodes}
+
+
+def _context(node: NodeFacts) -> float:
+    return float("inf") if node.max_context_tokens is None else node.max_context_tokens

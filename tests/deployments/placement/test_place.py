@@ -1,0 +1,131 @@
+"""The nodes that are asked for a request, and the one that gets it."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from deployments.placement.place import NodeFacts, Placement, choose, weights
+from engine.placement import ConversationKeys, Question, Quote
+
+NODES = [NodeFacts(f"node{i}") for i in range(20)]
+
+
+def question(number=1, num_tokens=1000, has_images=False) -> Question:
+    keys = ConversationKeys(7, number * 0x9E3779B97F4A7C15 % 2**64)
+    return Question("r", keys, num_tokens, has_images=has_images)
+
+
+def placement_of(nodes=NODES) -> Placement:
+    placement = Placement(random.Random(0))
+    placement.update(nodes)
+    return placement
+
+
+def test_two_nodes_by_the_conversation_and_the_home_of_the_system_part_are_asked():
+    placement = placement_of()
+    asked = [placement.candidates(question(number)) for number in range(1, 50)]
+    assert {len(set(nodes)) for nodes in asked} <= {2, 3}
+    home = set.intersection(*(set(nodes) for nodes in asked))
+    assert len(home) == 1, "all of them have the same system part"
+    assert asked == [placement_of().candidates(question(number)) for number in range(1, 50)], "every ingress asks them"
+
+
+def test_last_node_of_a_conversation_is_asked_as_long_as_it_exists():
+    placement = placement_of()
+    other = next(node for node in placement.node_ids if node not in placement.candidates(question()))
+    placement.placed(question(), other)
+    assert other in placement.candidates(question()) and placement.last(question()) == other
+    assert other not in placement.candidates(question(), without=[other])
+    assert len(placement.candidates(question(), without=placement.candidates(question()))) >= 2
+    placement.update(node for node in NODES if node.node_id != other)
+    assert placement.last(question()) is None and other not in placement.candidates(question())
+
+
+def test_nodes_whose_context_is_too_short_or_that_read_no_images_are_not_asked():
+    small = [replace(node, max_context_tokens=8_000, reads_images=False) for node in NODES[:10]]
+    large = [replace(node, max_context_tokens=100_000) for node in NODES[10:15]]
+    placement = placement_of([*small, *large, *NODES[15:]])
+    smalls = {node.node_id for node in small}
+    for number in range(50):
+        assert not smalls & set(placement.candidates(question(number, num_tokens=50_000)))
+        assert not smalls & set(placement.candidates(question(number, has_images=True)))
+    assert any(smalls & set(placement.candidates(question(number))) for number in range(50))
+    limited = placement_of([*small, *large])
+    assert limited.candidates(question(num_tokens=200_000)), "the number of tokens is an estimate"
+    assert not smalls & set(limited.candidates(question(num_tokens=200_000)))
+
+
+CROWDED, BUSY = Quote(crowding_s=100.0), Quote(wait_s=20.0)
+
+
+@pytest.mark.parametrize("quote", [CROWDED, BUSY, Quote(refusal="queue_full"), None])
+def test_new_conversation_that_finds_no_place_is_offered_to_three_more_nodes(quote):
+    placement = placement_of()
+    asked = placement.candidates(question())
+    more = placement.more(question(), dict.fromkeys(asked, quote))
+    assert len(set(more)) == 3 and not set(more) & set(asked)
+    assert placement.more(question(), dict.fromkeys(asked, quote) | {asked[0]: Quote()}) == []
+
+
+def test_conversation_that_lives_somewhere_is_not_offered_to_more_nodes():
+    placement = placement_of()
+    asked = placement.candidates(question())
+    assert placement.more(question(), {asked[0]: replace(BUSY, is_resident=True), asked[1]: CROWDED}) == []
+    placement.placed(question(), asked[0])
+    assert placement.more(question(), dict.fromkeys(asked, BUSY)) == []
+    assert placement.more(question(), dict.fromkeys(asked, Quote(refusal="draining"))), "unless it must move"
+
+
+def test_all_nodes_are_asked_where_there_are_few():
+    placement = placement_of(NODES[:2])
+    assert sorted(placement.candidates(question())) == ["node0", "node1"]
+    assert placement.more(question(), {"node0": BUSY, "node1": BUSY}) == []
+    assert placement_of([]).candidates(question()) == []
+
+
+def test_least_seconds_are_chosen_and_the_first_of_equal_ones():
+    assert choose({"a": Quote(prefill_s=9.0), "b": Quote(wait_s=1.0, slowdown_s=1.0)}) == "b"
+    assert choose({"a": Quote(prefill_s=9.0), "b": Quote(prefill_s=9.0)}) == "a"
+
+
+def test_conversation_leaves_its_last_node_only_for_a_large_gain():
+    assert choose({"a": Quote(wait_s=10.0), "b": Quote(wait_s=8.5)}, last="a") == "a", "15 %"
+    assert choose({"a": Quote(wait_s=10.0), "b": Quote(wait_s=7.5)}, last="a") == "b"
+    assert choose({"a": Quote(wait_s=0.9), "b": Quote()}, last="a") == "a", "less than a second"
+
+
+def test_nodes_that_refuse_are_left_out_and_silent_ones_come_last():
+    assert choose({"a": Quote(refusal="memory"), "b": None, "c": Quote(wait_s=900.0)}) == "c"
+    assert choose({"a": Quote(refusal="memory"), "b": None}) == "b"
+    assert choose({"a": None, "b": None}, last="b") == "b"
+    assert choose({"a": Quote(refusal="memory")}) is None
+
+
+def test_placement_chooses_by_the_last_node_that_it_remembers():
+    placement = placement_of()
+    quotes = {"node1": Quote(wait_s=8.5), "node2": Quote(wait_s=10.0)}
+    assert placement.choose(question(), quotes) == "node1"
+    placement.placed(question(), "node2")
+    assert placement.choose(question(), quotes) == "node2"
+
+
+def test_weight_needs_both_room_and_speed():
+    small, usual, large = (NodeFacts(f"{room} GB", room_bytes=room, pace_s=7.0) for room in (4, 40, 400))
+    by_room = weights([small, usual, large])
+    assert by_room["40 GB"] == 1.0 and by_room["4 GB"] < 0.2 and 1.5 < by_room["400 GB"] < 2.0
+    by_pace = weights([usual, NodeFacts("unknown"), replace(usual, node_id="fast", pace_s=3.5)])
+    assert by_pace["40 GB"] < by_pace["unknown"] == 1.0 < by_pace["fast"]
+    assert weights(NODES) == {node.node_id: 1.0 for node in NODES}
+
+
+def test_busier_nodes_get_fewer_conversations_of_a_burst():
+    placement, counts = placement_of(), Counter[str]()
+    for number in range(200):
+        asked = placement.candidates(question(number))
+        node = placement.choose(question(number), {one: Quote(wait_s=float(counts[one])) for one in asked})
+        assert node is not None
+        counts[node] += 1
+        placement.placed(question(number), node)
+    assert max(counts.values()) <= 15, "of 10 on average"
