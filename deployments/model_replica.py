@@ -83,8 +83,13 @@ class ModelReplica:
         return self._engine.quote(question)
 
     async def book(self, question: Question, max_wait_s: float) -> Quote | None:
-        """Count a request as on its way, see AsyncEngine.book."""
-        return self._engine.book(question, max_wait_s)
+        """Count a request as on its way, unless it would wait longer than `max_wait_s` seconds; see AsyncEngine.book.
+
+        Returns:
+            None if it is booked, else what the engine says now.
+        """
+        now = self._engine.quote(question)
+        return now if now.wait_s > max_wait_s else self._engine.book(question)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return what every ingress knows of this engine without asking. Serve calls this once, at the start."""

@@ -3,9 +3,11 @@
 import asyncio
 import logging
 import random
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from ray.serve.handle import DeploymentHandle
 
@@ -27,7 +29,10 @@ LATE_ANSWER_S = 10.0
 """How long a late answer is waited for, in the background: it shows that the node is there again."""
 
 CHANGED_MIND_S = 2.0
-"""Seconds by which a request may wait longer than quoted before it is booked elsewhere."""
+"""Seconds by which a request may wait longer than quoted before the nodes are compared again."""
+
+MAX_BOOKINGS = 3
+"""Nodes at which a request tries to be booked; the last one takes it, however long it waits there."""
 
 SIZE_WEIGHT = 0.05
 """Weight of a prompt in the moving average of bytes per token."""
@@ -35,6 +40,10 @@ SIZE_WEIGHT = 0.05
 
 FACTS = "placement"
 """Key of the engine's `NodeFacts`, as a dictionary, in the metadata of its replica."""
+
+
+MAX_OWN = 256
+"""Bookings of this ingress that are remembered, of which those of the last milliseconds count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,14 @@ class Place:
     """Nodes that were asked."""
 
 
+class OwnBooking(NamedTuple):
+    """A booking of this ingress, from the moment of its choice on."""
+
+    at_s: float
+    node_id: str
+    prefill_s: float
+
+
 class Placer:
     """Places the requests of one ingress. Belongs to its event loop.
 
@@ -57,12 +74,20 @@ class Placer:
     Args:
         engines: Handle of the engines.
         rng: Source of random choices.
+        clock: Monotonic seconds.
     """
 
-    def __init__(self, engines: DeploymentHandle, rng: random.Random | None = None):
+    def __init__(
+        self,
+        engines: DeploymentHandle,
+        rng: random.Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._engines = engines
         self._placement = Placement(rng)
+        self._clock = clock
         self._silent: set[str] = set()
+        self._own: deque[OwnBooking] = deque(maxlen=MAX_OWN)
         self._bytes_per_token = BYTES_PER_TOKEN
 
     async def place(self, request: ChatRequest, route: Route, without: Collection[str] = ()) -> Place | None:
@@ -82,14 +107,11 @@ class Placer:
         self._placement.update(map(facts_of, nodes))
         if len(set(self._placement.node_ids) - set(without)) < 2:
             return None
-        question = self._question(request, route)
+        question, asked_s = self._question(request, route), self._clock()
         quotes = await self._quotes(self._placement.candidates(question, without), question)
         if more := self._placement.more(question, quotes, without):
             quotes |= await self._quotes(more, question)
-        node_id = self._placement.choose(question, quotes)
-        if node_id is not None and (quote := quotes[node_id]) is not None:
-            node_id = await self._book(node_id, quote, question, quotes)
-        if node_id is None:
+        if (node_id := await self._book(question, quotes, asked_s)) is None:
             return None
         self._placement.placed(question, node_id)
         return Place(node_id, quotes[node_id], len(quotes))
@@ -118,30 +140,39 @@ class Placer:
         heard = await self._hear(asked, "quote", question)
         return {node_id: heard.get(node_id) for node_id in asked}
 
-    async def _book(
-        self, node_id: str, quote: Quote, question: Question, quotes: dict[str, Quote | None]
-    ) -> str | None:
-        """Book a request at a node.
+    async def _book(self, question: Question, quotes: dict[str, Quote | None], asked_s: float) -> str | None:
+        """Book a request at the best node.
 
-        If others came before, so that it would wait longer there than quoted, the nodes are compared once more.
+        Where others came before, so that it would wait longer there than quoted, the nodes are compared again.
 
         Args:
-            node_id: The node.
-            quote: Its quote.
             question: The request.
             quotes: The quotes of all nodes that were asked; updated.
+            asked_s: When they were asked for.
 
         Returns:
             The node of the request; None if every node refuses it.
         """
-        heard = await self._hear([node_id], "book", question, quote.wait_s + CHANGED_MIND_S)
-        if node_id in heard and heard[node_id] is None:
-            return node_id
-        quotes[node_id] = heard.get(node_id)
-        chosen = self._placement.choose(question, quotes)
-        if chosen is not None and quotes[chosen] is not None:
-            await self._hear([chosen], "book", question, float("inf"))
-        return chosen
+        for attempt in range(1, MAX_BOOKINGS + 1):
+            node_id = self._placement.choose(question, self._with_own(quotes, asked_s))
+            if node_id is None or (quote := quotes[node_id]) is None:
+                return node_id
+            self._own.append(OwnBooking(self._clock(), node_id, quote.prefill_s))
+            max_wait_s = quote.wait_s + CHANGED_MIND_S if attempt < MAX_BOOKINGS else float("inf")
+            heard = await self._hear([node_id], "book", question, max_wait_s)
+            if node_id in heard and heard[node_id] is None:
+                return node_id
+            quotes[node_id] = heard.get(node_id)
+        return self._placement.choose(question, quotes)
+
+    def _with_own(self, quotes: Mapping[str, Quote | None], asked_s: float) -> dict[str, Quote | None]:
+        """Add this ingress' own bookings since the quotes were asked for, which they cannot count yet."""
+        since = [one for one in self._own if one.at_s >= asked_s]
+        return {
+            node_id: quote
+            and replace(quote, wait_s=quote.wait_s + sum(o.prefill_s for o in since if o.node_id == node_id))
+            for node_id, quote in quotes.items()
+        }
 
     async def _hear(self, node_ids: Iterable[str], method: str, *args: Any) -> dict[str, Any]:
         """Ask the engines of nodes; return the answers of those that answer in time.

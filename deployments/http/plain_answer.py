@@ -42,6 +42,7 @@ class PlainAnswer:
 
     num_prompt_tokens = num_cached_tokens = num_skipped_tokens = 0
     context_limited = False
+    node_ids: tuple[str, ...] = ()
     spec_prefill: SpecPrefillReport | None = None
     left_open: tuple[str, ...] = ()
 

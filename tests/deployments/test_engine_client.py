@@ -39,6 +39,7 @@ from engine.protocol import (
     ImagePatches,
     InvalidRequest,
     Overloaded,
+    Progress,
     QueueTimeout,
     SamplingParams,
     TokenChunk,
@@ -196,10 +197,16 @@ def test_request_fails_after_a_second_replica_loss_before_the_first_token():
 
 
 @pytest.mark.parametrize("loss", [ActorUnavailableError("away", None), asyncio.CancelledError()])
-def test_replica_that_dies_after_the_first_token_ends_the_stream_as_unavailable(loss: BaseException):
+def test_replica_that_dies_after_the_first_token_ends_the_stream_as_unavailable_if_it_may_not_go_on(
+    loss: BaseException,
+):
     graph = Graph(streams=[[TokenChunk((1,)), loss]])
+
+    async def go() -> list[int]:
+        return await tokens(await graph.client().start(REQUEST, Route.TEXT, may_resume=False))
+
     with pytest.raises(Unavailable, match="in the middle of the answer") as error:
-        answer(graph)
+        run(go)
     assert error.value.retry_after_s >= 1
     assert graph.log[-1] == "release"
     assert graph.log.count("reserve") == 1
@@ -413,7 +420,7 @@ def test_retried_request_gets_the_tokens_of_an_undisturbed_request():
 
 
 def test_request_is_not_retried_after_its_first_token():
-    for error in (*REFUSALS, ActorDiedError()):
+    for error in REFUSALS:
         graph = Graph(streams=[[TokenChunk((1,)), task_error(error)], [LAST]])
         with pytest.raises((Overloaded, Unavailable)):
             answer(graph)
@@ -515,17 +522,144 @@ def test_an_engine_that_falls_silent_before_the_first_token_is_replaced():
     assert graph.log.count("release") == 2
 
 
-def test_engine_silent_after_the_first_token_ends_the_stream_and_is_chosen_last():
+def test_engine_silent_after_the_first_token_loses_the_stream_to_another_one_and_is_chosen_last():
     async def go() -> Graph:
         graph = Graph(streams=[[TokenChunk((1,)), HEARTBEAT, 60.0], [LAST]])
         client = graph.client(silence_limit_s=0.1)
-        with pytest.raises(Unavailable, match="in the middle of the answer"):
-            await tokens(await client.start(REQUEST, Route.TEXT))
+        assert await tokens(await client.start(REQUEST, Route.TEXT)) == [1, 3]
         await tokens(await client.start(REQUEST, Route.TEXT))
         return graph
 
     graph = run(go)
-    assert graph.log.count("release") == 2 and graph.choices[1] == Choice(last=frozenset({"engine-0"}))
+    assert graph.log.count("release") == 3
+    assert [choice.last for choice in graph.choices] == [frozenset(), {"engine-0"}, {"engine-0"}]
+    assert graph.choices[1].excluded == {"engine-0"}
+
+
+# --- answers that go on at another engine --------------------------------------------------------------------------
+
+
+@dataclass
+class Resumed(Graph):
+    """Records what each engine is asked for. nodes: the node of each attempt."""
+
+    sent: list[EngineRequest] = field(default_factory=list)
+    nodes: list[str] = field(default_factory=list)
+
+    def dispatch(self, selection: FakeSelection, request: EngineRequest) -> FakeStream:
+        self.sent.append(request)
+        self.nodes.append(selection.node_id)
+        return super().dispatch(selection, request)
+
+
+def moved(*token_ids: int, index: int = 0) -> TokenChunk:
+    return TokenChunk(token_ids, FinishReason.MOVED, index=index)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        [ActorDiedError()],
+        [task_error(ActorDiedError())],
+        [asyncio.CancelledError()],
+        [ReplicaUnavailableError("gone")],
+        [moved()],
+    ],
+)
+def test_answer_goes_on_at_another_engine_with_the_tokens_that_the_client_has(end: list[Item]):
+    graph = Resumed(streams=[[TokenChunk((1,), num_cached=9), TokenChunk((2, 3)), *end], [TokenChunk((4,)), LAST]])
+
+    async def go() -> tuple[list[int], EngineStream]:
+        stream = await graph.client().start(REQUEST, Route.TEXT)
+        return await tokens(stream), stream
+
+    got, stream = run(go)
+    assert got == [1, 2, 3, 4, 3]
+    first, second = graph.sent
+    assert first.progress == () and second.progress == (Progress((1, 2, 3)),)
+    assert replace(second, progress=(), spent_s=0.0) == replace(first, spent_s=0.0), "nothing else has changed"
+    assert graph.nodes == ["node-0", "node-1"] and stream.node_id == "node-1"
+    assert stream.num_cached_tokens == 9, "that of the first engine, which the client was told"
+    assert graph.log.count("plan") == 1, "a prompt without images is not planned again"
+    assert graph.log.count("reserve") == graph.log.count("release") == 2
+
+
+def test_choices_that_have_ended_are_not_generated_again():
+    plan = replace(PLAN, request=replace(PLAN.request, num_choices=3))
+    first = [TokenChunk((1,)), TokenChunk((5,), index=1), replace(LAST, index=2), TokenChunk((2,)), ActorDiedError()]
+    graph = Resumed(streams=[first, [replace(LAST, index=1), LAST]], plans=[plan])
+    assert answer(graph) == [1, 5, 3, 2, 3, 3]
+    assert graph.sent[1].progress == (Progress((1, 2)), Progress((5,)), Progress((3,), is_finished=True))
+
+
+def test_a_draining_engine_keeps_the_choices_that_it_still_finishes():
+    """Each choice is given up at the end of a step; the answer moves when no other one is left there."""
+    plan = replace(PLAN, request=replace(PLAN.request, num_choices=2))
+    first = [TokenChunk((1,)), moved(2), TokenChunk((5,), index=1), moved(6, index=1)]
+    graph = Resumed(streams=[first, [LAST, replace(LAST, index=1)]], plans=[plan])
+    assert answer(graph) == [1, 2, 5, 6, 3, 3]
+    assert graph.sent[1].progress == (Progress((1, 2)), Progress((5, 6)))
+    ended = Resumed(streams=[[TokenChunk((1,)), moved(), replace(LAST, index=1)], [LAST]], plans=[plan])
+    assert answer(ended) == [1, 3, 3]
+    assert ended.sent[1].progress == (Progress((1,)), Progress((3,), is_finished=True))
+
+
+def test_request_that_is_moved_out_of_the_queue_begins_elsewhere():
+    graph = Resumed(streams=[[moved()], [TokenChunk((1,)), LAST]])
+    assert answer(graph) == [1, 3]
+    assert graph.sent[1].progress == (Progress(),)
+
+
+def test_images_of_an_answer_that_goes_on_are_read_again():
+    image = ImagePatches(np.ones((16, 3, 16, 16), np.uint8), (1, 4, 4), 4, "hash")
+    seeded = replace(PLAN.request, images=(image,), sampling=SamplingParams(8, seed=7))
+    other = replace(seeded, sampling=SamplingParams(8, seed=8))
+    graph = Resumed(
+        streams=[[TokenChunk((1,)), ActorDiedError()], [LAST]],
+        plans=[replace(PLAN, request=seeded), replace(PLAN, request=other)],
+    )
+
+    async def go() -> list[int]:
+        client = EngineClient(graph, {Route.MLLM: graph})  # type: ignore[arg-type, dict-item]
+        return await tokens(await client.start(REQUEST, Route.MLLM))
+
+    assert run(go) == [1, 3]
+    assert graph.sent[1].num_pixel_bytes == image.patches.nbytes
+    assert graph.sent[1].sampling == seeded.sampling, "a seed that the planner drew stays"
+
+
+def test_answer_whose_engines_were_lost_twice_ends_with_an_error():
+    dying: list[Item] = [TokenChunk((1,)), ActorDiedError()]
+    graph = Resumed(streams=[dying, dying, [LAST]])
+    with pytest.raises(Unavailable, match="in the middle of the answer") as error:
+        answer(graph)
+    assert error.value.retry_after_s >= 1 and len(graph.sent) == 2
+    assert graph.log.count("reserve") == graph.log.count("release")
+
+
+def test_answer_moves_three_times_at_most():
+    graph = Resumed(streams=[[TokenChunk((i,)), moved()] for i in range(5)], num_engines=9)
+    with pytest.raises(Unavailable, match="in the middle of the answer"):
+        answer(graph)
+    assert [request.progress and request.progress[0].token_ids for request in graph.sent] == [
+        (),
+        (0,),
+        (0, 1),
+        (0, 1, 2),
+    ]
+
+
+def test_an_answer_that_no_other_engine_takes_ends_with_the_reason():
+    graph = Resumed(streams=[[TokenChunk((1,)), ActorDiedError()], [task_error(Unavailable("short of memory", 3.0))]])
+    with pytest.raises(Unavailable, match=r"in the middle of the answer.*short of memory"):
+        answer(graph)
+
+
+def test_embedding_does_not_go_on_elsewhere():
+    plan = replace(PLAN, request=replace(PLAN.request, pooling="last"))
+    graph = Resumed(streams=[[TokenChunk((1,)), ActorDiedError()], [LAST]], plans=[plan])
+    with pytest.raises(Unavailable, match="in the middle"):
+        answer(graph)
 
 
 def test_a_client_that_reads_slowly_does_not_make_the_engine_silent():

@@ -1,0 +1,224 @@
+"""Placer against engines that answer, refuse, are slow or silent."""
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from deployments import placer
+from deployments.placement.conversation_keys import sketch_conversation
+from deployments.placer import FACTS, Place, Placer
+from deployments.protocol import ChatRequest, Route
+from deployments.replica_choice import QUESTION_SESSION
+from engine.placement import Question, Quote
+from tests.deployments.fake_handle import FakeCall, FakeHandle
+
+
+@dataclass
+class Engine:
+    """An engine that answers each question with `quote` after `delay_s`, or raises it."""
+
+    quote: Quote | Exception = field(default_factory=Quote)
+    delay_s: float = 0.0
+    facts: dict[str, Any] = field(default_factory=dict)
+    booked: list[Question] = field(default_factory=list)
+    asked: list[Question] = field(default_factory=list)
+    grows_s: float = 0.0
+    """By how much its wait grows with each booking."""
+
+
+class Engines(FakeHandle):
+    """A handle of engines, by node, as the router of this process knows them."""
+
+    def __init__(self, engines: dict[str, Engine]):
+        self.engines = engines
+        self.num_calls = 0
+        self._router = SimpleNamespace(_asyncio_router=SimpleNamespace(request_router=self))
+
+    @property
+    def curr_replicas(self) -> dict[str, Any]:
+        return {
+            name: SimpleNamespace(node_id=name, replica_metadata={FACTS: engine.facts})
+            for name, engine in self.engines.items()
+        }
+
+    def options(self, **options: Any) -> Any:
+        other = super().options(**options)
+        other.whole = getattr(self, "whole", self)
+        return other
+
+    def call(self, question: Question, max_wait_s: float | None = None) -> FakeCall:
+        node_id = self.chosen["session_id"].removeprefix(QUESTION_SESSION)
+        engine = self.engines[node_id]
+        self.whole.num_calls += 1
+
+        class Call(FakeCall):
+            async def get_async(self) -> Any:
+                await asyncio.sleep(engine.delay_s)
+                if isinstance(engine.quote, Exception):
+                    raise engine.quote
+                if max_wait_s is None:
+                    engine.asked.append(question)
+                    return engine.quote
+                if engine.quote.wait_s > max_wait_s:
+                    return engine.quote
+                engine.booked.append(question)
+                engine.quote = replace(engine.quote, wait_s=engine.quote.wait_s + engine.grows_s)
+                return None
+
+        return Call()
+
+
+def request(name: str = "r", words: str = "What is 12 + 30?", **fields: Any) -> ChatRequest:
+    messages = ({"role": "user", "content": words},)
+    return ChatRequest(name, messages, sketch=sketch_conversation(messages), **fields)
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(10):
+            return await work
+
+    return asyncio.run(bounded())
+
+
+def place(engines: Engines, asked: ChatRequest | None = None, **options: Any) -> Place | None:
+    return run(Placer(engines).place(asked or request(), Route.TEXT, **options))  # type: ignore[arg-type]
+
+
+def test_the_node_with_the_fewest_seconds_is_booked():
+    engines = Engines({"a": Engine(Quote(prefill_s=30.0)), "b": Engine(Quote(prefill_s=2.0))})
+    found = place(engines)
+    assert found is not None and (found.node_id, found.num_asked) == ("b", 2)
+    assert [len(engine.booked) for engine in engines.engines.values()] == [0, 1]
+    assert engines.num_calls == 3
+
+
+@pytest.mark.parametrize("nodes", [{}, {"a": Engine()}])
+def test_a_single_node_is_asked_nothing(nodes: dict[str, Engine]):
+    engines = Engines(nodes)
+    assert place(engines) is None and engines.num_calls == 0
+
+
+def test_nothing_is_asked_for_a_request_without_a_sketch():
+    engines = Engines({"a": Engine(), "b": Engine()})
+    assert place(engines, ChatRequest("r", ())) is None and engines.num_calls == 0
+
+
+def test_a_node_that_the_request_has_tried_is_left_out():
+    engines = Engines({"a": Engine(), "b": Engine(Quote(wait_s=3.0)), "c": Engine(Quote(wait_s=9.0))})
+    found = place(engines, without=["a"])
+    assert found is not None and found.node_id == "b" and not engines.engines["a"].asked
+
+
+def test_a_node_that_refuses_is_left_out_and_none_is_chosen_if_all_do():
+    engines = Engines({"a": Engine(Quote(refusal="memory")), "b": Engine(Quote(prefill_s=100.0))})
+    found = place(engines)
+    assert found is not None and found.node_id == "b"
+    engines.engines["b"].quote = Quote(refusal="draining")
+    assert place(engines) is None
+
+
+def test_a_silent_node_delays_one_request_a_little_and_the_next_ones_not_at_all():
+    engines = Engines({"a": Engine(delay_s=5.0), "b": Engine(Quote(prefill_s=3.0))})
+
+    async def go() -> list[float]:
+        chooses, seconds = Placer(engines), []  # type: ignore[arg-type]
+        for i in range(5):
+            began = time.monotonic()
+            found = await chooses.place(request(f"r{i}"), Route.TEXT)
+            seconds.append(time.monotonic() - began)
+            assert found is not None and found.node_id == "b"
+        return seconds
+
+    seconds = run(go())
+    assert placer.BEHIND_FIRST_S <= seconds[0] < placer.QUOTE_TIMEOUT_S + 0.2
+    assert max(seconds[1:]) < placer.BEHIND_FIRST_S
+
+
+def test_a_node_that_answers_late_gets_requests_again():
+    engines = Engines({"a": Engine(delay_s=0.3), "b": Engine(Quote(prefill_s=3.0))})
+
+    async def go() -> list[str]:
+        chooses, nodes = Placer(engines), []  # type: ignore[arg-type]
+        for delay_s in (0.3, 0.0, 0.0):
+            engines.engines["a"].delay_s = delay_s
+            found = await chooses.place(request(words=f"{len(nodes)}"), Route.TEXT)
+            assert found is not None
+            nodes.append(found.node_id)
+            await asyncio.sleep(0.5)
+        return nodes
+
+    assert run(go()) == ["b", "a", "a"]
+
+
+def test_a_dead_node_is_left_out_and_a_request_goes_somewhere_if_all_are_silent():
+    engines = Engines({"a": Engine(ActorDiedError()), "b": Engine(Quote(prefill_s=3.0))})
+    found = place(engines)
+    assert found is not None and found.node_id == "b"
+    engines.engines["b"].delay_s = 5.0
+    found = place(engines)
+    assert found is not None and found.quote is None, "the router and the heartbeats decide what becomes of it"
+
+
+@pytest.mark.parametrize(("num_ingresses", "least"), [(1, 5), (2, 4), (6, 1)])
+def test_simultaneous_requests_see_each_others_bookings(num_ingresses: int, least: int):
+    """An ingress counts its own at once; several ingresses that ask at the same moment compare the nodes again."""
+    engines = Engines({name: Engine(Quote(prefill_s=10.0), delay_s=0.01, grows_s=10.0) for name in "ab"})
+
+    async def go() -> list[str]:
+        placers = [Placer(engines) for _ in range(num_ingresses)]  # type: ignore[arg-type]
+        asked = [request(f"r{i}", "the same words") for i in range(12)]
+        found = await asyncio.gather(
+            *[placers[i % num_ingresses].place(one, Route.TEXT) for i, one in enumerate(asked)]
+        )
+        return [one.node_id for one in found if one is not None]
+
+    nodes = run(go())
+    assert min(map(nodes.count, "ab")) >= least
+
+
+def test_later_turns_of_a_conversation_go_to_its_node():
+    engines = Engines({f"n{i}": Engine() for i in range(20)})
+
+    async def go() -> list[str]:
+        chooses, nodes = Placer(engines), []  # type: ignore[arg-type]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "begin"}]
+        for i in range(6):
+            asked = ChatRequest(f"r{i}", tuple(messages), sketch=sketch_conversation(messages))
+            found = await chooses.place(asked, Route.TEXT)
+            assert found is not None and found.num_asked <= 4
+            nodes.append(found.node_id)
+            messages += [{"role": "assistant", "content": "so"}, {"role": "user", "content": f"go on {i}"}]
+        return nodes
+
+    assert len(set(run(go()))) == 1
+
+
+def test_the_size_of_tokens_is_learned_from_plans():
+    engines = Engines({"a": Engine(), "b": Engine()})
+
+    async def go() -> None:
+        chooses = Placer(engines)  # type: ignore[arg-type]
+        asked = request(words="x" * 8000)
+        await chooses.place(asked, Route.TEXT)
+        for _ in range(200):
+            chooses.planned(asked, 8000)
+        await chooses.place(asked, Route.TEXT)
+
+    run(go())
+    before, after = (question.num_tokens for question in engines.engines["a"].asked)
+    assert 1900 < before < 2200 and 7500 < after < 8200
+
+
+def test_a_node_whose_context_is_too_short_is_not_asked():
+    engines = Engines(
+        {"small": Engine(facts={"max_context_tokens": 100}), **{name: Engine(Quote(prefill_s=9.0)) for name in "abc"}}
+    )
+    found = place(engines, request(words="x" * 8000))
+    assert found is not None and found.node_id != "small" and not engines.engines["small"].asked
