@@ -134,6 +134,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     ERROR = "error"
     EXPIRED = "expired"  # exceeded queue_timeout_s; `AsyncEngine.generate` raises QueueTimeout instead
+    MOVED = "moved"  # the engine drains: another one continues the choice from its tokens, see Progress
 
 
 MAX_TOP_LOGPROBS = 20
@@ -293,6 +294,16 @@ class SparsePlan:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """One choice of a request that another engine began."""
+
+    token_ids: tuple[int, ...] = ()
+    """Tokens of the answer so far, without a stop token."""
+    is_finished: bool = False
+    """Whether the choice is complete: it gets no row and no chunk."""
+
+
+@dataclass(frozen=True)
 class EngineRequest:
     """A request of token ids: one prompt, and `num_choices` answers that share its prefill."""
 
@@ -336,6 +347,15 @@ class EngineRequest:
     """X-Request-ID of the HTTP request, for the log; '' without one."""
     spent_s: float = 0.0
     """Seconds from the arrival of the HTTP request until it was sent to the engine."""
+    progress: tuple[Progress, ...] = ()
+    """One per choice: its tokens from another engine, after which the answer continues as if this engine had generated
+    them. They count as output everywhere: for max_tokens, min_tokens, penalties, seeds, grammar and thought. () for a
+    request that begins."""
+
+    @property
+    def open_choices(self) -> tuple[int, ...]:
+        """Indices of the choices that are not finished yet."""
+        return tuple(i for i in range(self.num_choices) if not (self.progress and self.progress[i].is_finished))
 
     @property
     def num_output_tokens(self) -> int:
@@ -389,7 +409,7 @@ class TokenChunk:
     num_accepted: int = 0
     """Accepted draft tokens among token_ids."""
     num_cached: int = 0
-    """Prompt tokens from the prefix cache; equal in all chunks of a request."""
+    """Prompt tokens from the prefix cache; equal in all chunks of a request, or of a choice if it has `progress`."""
     num_skipped: int = 0
     """Prompt tokens skipped by a sparse plan; equal in all chunks of a request."""
     retry_after_s: float | None = None
@@ -510,7 +530,7 @@ class QueuedRequest:
     num_bytes: int  # The least memory that they need.
     waited_s: float  # Seconds in the queue.
     expected_wait_s: float | None = None  # Predicted from recent admissions; None if unknown.
-    preempted: bool = False  # Whether it was preempted after it had generated tokens.
+    preempted: bool = False  # Whether its answer has begun: it was preempted, or another engine began it.
 
 
 @dataclass(frozen=True)
@@ -534,6 +554,7 @@ class EngineCounters:
     num_finished: int = 0  # Rows that finished with an answer.
     num_aborted: int = 0  # Rows that were aborted.
     num_failed: int = 0  # Rows that failed.
+    num_moved: int = 0  # Rows that ended so that another engine continues them.
     num_expired: int = 0  # Rows that waited in the queue for too long.
     num_preempted: int = 0  # Rows that were preempted, once for each time.
     num_prompt_tokens: int = 0  # Prefilled tokens; those computed again after a preemption count again.
