@@ -12,7 +12,7 @@ from engine.async_device_thread import AsyncDeviceThread
 from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
-from engine.core.request_check import check_plan, check_pooling, check_request
+from engine.core.request_check import check_plan, check_pooling, check_progress, check_request
 from engine.core.scheduler_output import Chunks
 from engine.figures import EngineFigures
 from engine.grammar_compilers import GrammarCompilers
@@ -73,6 +73,7 @@ class AsyncEngine:
         self._serial = itertools.count()  # last tokens of its earlier request are still in flight
         self._timelines: OrderedDict[str, RowTimeline] = OrderedDict()  # of the last rows that ended, by row id
         self._unread: deque[RowTimeline] = deque(maxlen=MAX_UNREAD)
+        self._compiling = set[str]()  # keys of the streams whose requests the device thread does not have yet
         self._no_streams = asyncio.Event()
         self._no_streams.set()
         self._grammars = GrammarCompilers(config)
@@ -114,7 +115,8 @@ class AsyncEngine:
         arrived_s, core = time.monotonic(), self._admit(request)
         request = core.clamp_max_tokens(request)
         key = f"{request.request_id}#{next(self._serial)}"
-        stream = self._streams[key] = TokenStream(request.num_choices)
+        stream = self._streams[key] = TokenStream(request.num_choices, request.open_choices)
+        self._compiling.add(key)
         self._keys[request.request_id] = key
         self._pixel_bytes[key] = request.num_pixel_bytes
         self._no_streams.clear()
@@ -126,8 +128,9 @@ class AsyncEngine:
             matchers = compiling.result() if compiling.done() else None
             if matchers is not None and not stream.is_finished:
                 named = replace(request, request_id=key)
+                self._compiling.discard(key)
                 self._thread.submit(lambda core: core.add_request(named, matchers, arrived_s))
-            num_open = request.num_choices
+            num_open = len(request.open_choices)
             while num_open:
                 chunks = await stream.get(heartbeat_period_s)
                 if not chunks:
@@ -140,6 +143,7 @@ class AsyncEngine:
                     yield chunk
         finally:
             compiling.cancel()
+            self._compiling.discard(key)
             del self._streams[key], self._keys[request.request_id], self._pixel_bytes[key]
             if not self._streams:
                 self._no_streams.set()
@@ -286,6 +290,20 @@ class AsyncEngine:
                 stream.end(FinishReason.ERROR, error, retry_after.ENGINE_S)
                 self._thread.submit(lambda core, key=key: core.abort(key))
 
+    async def move_all(self) -> None:
+        """End all open choices with MOVED and reject new requests, as while draining; `drain` may follow.
+
+        A choice has the tokens of its chunks, and another engine continues it from them (EngineRequest.progress). The
+        states of its row and of its prompt stay in the prefix cache, where there is room. Returns once that is done.
+
+        Raises:
+            EngineFailed: The engine is not ready, or failed.
+        """
+        self._is_draining = self._watchdog.ignores_memory = True
+        for key in self._compiling:
+            self._streams[key].end(FinishReason.MOVED)
+        await self._thread.call(lambda core: core.move_all())
+
     async def shutdown(self, timeout_s: float = 30.0) -> None:
         """Stop after the running step; open streams end with ERROR."""
         self._watchdog.stop()
@@ -307,15 +325,16 @@ class AsyncEngine:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         runner = core.runner
         check_request(request, self.config, runner.vocab_size, runner.max_context_tokens)
+        check_progress(request, runner.vocab_size)
         check_plan(request, runner.no_sparse)
         check_pooling(request, runner.no_pooling)
         num_open = sum(
             max(stream.num_open, 1) for stream in self._streams.values()
         )  # streams that are finished but not closed count as well
         limit = self.config.max_running + self.config.max_queue
-        if num_open + request.num_choices > limit:
+        if num_open + len(request.open_choices) > limit:
             raise Overloaded(
-                f"{num_open} choices are open and the request has {request.num_choices}; the limit is {limit} "
+                f"{num_open} choices are open and the request has {len(request.open_choices)}; the limit is {limit} "
                 f"(max_running {self.config.max_running} + max_queue {self.config.max_queue})",
                 retry_after_s=core.scheduler.expected_wait_s() or retry_after.ENGINE_S,
                 limit="max_queue",

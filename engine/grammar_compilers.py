@@ -1,6 +1,7 @@
 """Compiles the matchers of requests; grammar compilers are created on first use, one per set of stop tokens."""
 
 import asyncio
+from collections.abc import Sequence
 
 from engine.config import EngineConfig
 from engine.core.request import Matcher
@@ -8,7 +9,7 @@ from engine.processing.checkpoint import read_optional_json, resolve_checkpoint
 from engine.processing.grammar import GrammarCompiler
 from engine.processing.json_schema import FreeLimits
 from engine.processing.thought_matcher import ThoughtMatcher, ThoughtRules
-from engine.protocol import EngineRequest
+from engine.protocol import EngineRequest, InvalidRequest
 
 MAX_COMPILERS = 4
 """Each compiler contains the vocabulary."""
@@ -22,7 +23,13 @@ class GrammarCompilers:
         self._tasks: dict[tuple[int, ...], asyncio.Task[GrammarCompiler]] = {}  # by stop tokens
 
     async def matchers(self, request: EngineRequest, vocab_size: int) -> list[Matcher]:
-        """Compile one matcher per choice off the device thread; empty if the output is unconstrained."""
+        """Compile one matcher per open choice off the device thread; empty if the output is unconstrained.
+
+        Each is advanced over the tokens of its choice's `progress`.
+
+        Raises:
+            InvalidRequest: The grammar cannot be compiled, or forbids a token of the progress.
+        """
         thought, grammar = request.thought, None
         if request.grammar is not None:
             compiler = await self._compiler(request.stop_token_ids, vocab_size)
@@ -31,7 +38,12 @@ class GrammarCompilers:
         if thought is not None and (grammar is not None or thought.budget is not None):
             rules = ThoughtRules(thought, request.stop_token_ids, vocab_size, has_grammar=grammar is not None)
             matcher = ThoughtMatcher(rules, grammar)
-        return [] if matcher is None else [matcher, *(matcher.fork() for _ in range(1, request.num_choices))]
+        if matcher is None:
+            return []
+        matchers = [matcher, *(matcher.fork() for _ in request.open_choices[1:])]
+        if request.progress:
+            await asyncio.to_thread(_advance, matchers, request)
+        return matchers
 
     async def _compiler(self, stop_token_ids: tuple[int, ...], vocab_size: int) -> GrammarCompiler:
         """Return the compiler for these stop tokens. Concurrent calls share its creation, which reads the tokenizer."""
@@ -55,3 +67,15 @@ class GrammarCompilers:
         free = read_optional_json(model_dir / "generation_config.json").get("free_limits")
         limits = None if free is None else FreeLimits(**free)
         return GrammarCompiler(model_dir, vocab_size, stop_token_ids, self._config.grammar, limits)
+
+
+def _advance(matchers: Sequence[Matcher], request: EngineRequest) -> None:
+    for index, matcher in zip(request.open_choices, matchers, strict=True):
+        try:
+            matcher.advance(request.progress[index].token_ids)
+        except ValueError as error:
+            num_tokens = len(request.progress[index].token_ids)
+            raise InvalidRequest(
+                f"progress[{index}]: its {num_tokens} tokens do not match the grammar or the thought: {error}",
+                "progress",
+            ) from None

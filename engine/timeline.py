@@ -24,7 +24,7 @@ class Compiling:
 
 @dataclass(kw_only=True, slots=True)
 class Queued:
-    """From the arrival in the queue, or from a preemption, until the admission."""
+    """From the arrival in the queue, or from a preemption, until the admission or the end."""
 
     seconds: float = 0.0
     num_ahead: int = 0
@@ -55,7 +55,7 @@ class Prefilled:
 
     seconds: float = 0.0
     num_tokens: int = 0
-    """Computed tokens of the prompt; after a preemption, of the answer as well."""
+    """Computed tokens of the prompt; after a preemption or in another engine, of the answer as well."""
     num_cached: int = 0
     """Tokens whose state came from the prefix cache."""
     num_chunks: int = 0
@@ -102,18 +102,20 @@ class RowTimeline:
     seconds: float
     """Sum of all phases, also of those beyond MAX_PHASES."""
     first_token_s: float | None
-    """From the arrival to the first token; None without any."""
+    """From the arrival to the first token that this engine generated; None without any."""
     last_token_s: float | None
-    """From the arrival to the last token; None without any."""
+    """From the arrival to the last token that this engine generated; None without any."""
     num_prompt_tokens: int
     num_cached: int
     num_skipped: int
     """Tokens that a sparse plan skipped."""
     num_tokens: int
-    """Generated tokens, without a stop token."""
+    """Tokens that this engine generated, without a stop token."""
     finish_reason: str
     """A value of FinishReason."""
     num_preemptions: int = 0
+    num_resumed: int = 0
+    """Tokens of the answer that another engine generated before; the arrival is that of the continuation."""
     spent_s: float = 0.0
     """Seconds before the engine, see EngineRequest."""
 
@@ -129,7 +131,7 @@ class RowTimeline:
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds from the arrival of the HTTP request to the first token; None without any."""
+        """Seconds from the arrival of the HTTP request to the first token of this engine; None without any."""
         return None if self.first_token_s is None else self.spent_s + self.first_token_s
 
     @property

@@ -1,7 +1,7 @@
 """The event loop's side of a request: output that its reader has not consumed yet."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -10,11 +10,16 @@ from engine.protocol import FinishReason, TokenChunk
 
 
 class TokenStream:
-    """The output of all choices of one request."""
+    """The output of all choices of one request.
 
-    def __init__(self, num_choices: int) -> None:
+    Args:
+        num_choices: Choices of the request.
+        open_choices: Indices of those that are not finished; None for all.
+    """
+
+    def __init__(self, num_choices: int, open_choices: Container[int] | None = None) -> None:
         self._unread: list[list[TokenChunk]] = [[] for _ in range(num_choices)]  # at most max_tokens token ids each
-        self._is_open = [True] * num_choices
+        self._is_open = [open_choices is None or index in open_choices for index in range(num_choices)]
         self._num_cached = self._num_skipped = 0
         self._waiter: asyncio.Future[None] | None = None
         self._wake_at = 0.0  # when to wake the reader without output, on the loop's clock

@@ -17,7 +17,7 @@ from engine.core.memory.grouping import GroupMerge
 from engine.core.prefix_cache.sessions import PrefixCacheSessions
 from engine.core.progress import Progress
 from engine.core.proposer_record import Mode
-from engine.core.request import Matcher, Request, RequestState, named
+from engine.core.request import Matcher, Request, RequestState, by_prompt, named
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_context import SchedulerContext
 from engine.core.scheduler_output import Chunks, PreemptedRows, ReleasedRows
@@ -122,15 +122,27 @@ class EngineCore:
 
         Args:
             spec: The request.
-            matchers: One grammar matcher per choice; empty without a grammar.
+            matchers: One grammar matcher per open choice, after the tokens of its `progress`; empty without a grammar.
             arrived_s: When it arrived, on the engine's clock; None for now.
         """
-        each = matchers or [None] * spec.num_choices
-        self.scheduler.add([Request(spec, index, matcher) for index, matcher in enumerate(each)], arrived_s)
+        each = matchers or [None] * len(spec.open_choices)
+        rows = [Request(spec, index, matcher) for index, matcher in zip(spec.open_choices, each, strict=True)]
+        self.scheduler.add(rows, arrived_s)
 
     def abort(self, request_id: str) -> None:
         """Abort all choices of a request. Unknown ids are ignored."""
         self.scheduler.abort(request_id)
+
+    def move_all(self) -> None:
+        """End all rows with MOVED, so that other engines continue them; call it between two pieces of work.
+
+        The tokens of a step in flight are published before: some rows may finish with them. States of prompts and rows
+        are stored in the prefix cache, as after a preemption.
+        """
+        self._release(self.scheduler.take_released())
+        self.scheduler.suspend_all()
+        self._release(self.scheduler.take_released())
+        self._publish(self.scheduler.move_queued())
 
     def step(self) -> None:
         """Decode once for all rows, then prefill chunks of prompts. Tokens are published as soon as they are known."""
@@ -166,15 +178,21 @@ class EngineCore:
             MemoryExceeded: The request would not fit even with no other request in the engine.
         """
         needs, limit = self.budget.needs, self.budget.needs.request_bytes - self.pinned_bytes
-        rows = [Request(request, index) for index in range(request.num_choices)]
-        whole = needs.need(rows, whole=True)
-        if needs.min_bytes(whole) <= limit:
+        rows, max_tokens = [Request(request, index) for index in request.open_choices], request.sampling.max_tokens
+        longest = max(len(row.output_token_ids) for row in rows)
+        for entry in by_prompt(rows):  # each is prefilled, and may run, without the others
+            whole, num_before = needs.need(entry, whole=True), len(entry[0].output_token_ids)
+            if needs.min_bytes(whole) <= limit:
+                continue
+            num_left = request.sampling.max_tokens - num_before
+            num_fitting = 0 if request.pooling else needs.max_answer_tokens(whole, num_left, limit)
+            max_tokens = min(max_tokens, num_before + num_fitting)
+            if max_tokens <= longest:
+                num_tokens, num_bytes = needs.max_row_tokens(self.pinned_bytes), needs.min_bytes(whole)
+                raise MemoryExceeded(whole.num_prompt, num_left, num_tokens, num_bytes, limit)
+        if max_tokens == request.sampling.max_tokens:
             return request
-        num_prompt, num_output = whole.num_prompt, request.sampling.max_tokens
-        if request.pooling is None and (num_fitting := needs.max_answer_tokens(whole, num_output, limit)):
-            return replace(request, sampling=replace(request.sampling, max_tokens=num_fitting))
-        num_tokens = needs.max_row_tokens(self.pinned_bytes)
-        raise MemoryExceeded(num_prompt, num_output, num_tokens, needs.min_bytes(whole), limit)
+        return replace(request, sampling=replace(request.sampling, max_tokens=max_tokens))
 
     def free_evictable(self) -> None:
         """Evict all evictable memory, because the machine is short of memory."""

@@ -1,6 +1,6 @@
 """One choice of a request while the engine works on it: a row."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
@@ -63,7 +63,9 @@ class Request:
     num_cached: int = 0
     """Tokens that came from the prefix cache when the row began."""
     output_token_ids: list[int] = field(default_factory=list)
-    """Generated tokens, without a stop token."""
+    """Generated tokens, without a stop token. They begin with those of the request's `progress`."""
+    num_resumed: int = field(init=False)
+    """Tokens of output_token_ids that another engine generated."""
     keep_until_s: float = 0.0
     """The running row is not preempted before this time, on the scheduler's clock."""
     decode_group: int = 0
@@ -88,6 +90,9 @@ class Request:
     def __post_init__(self) -> None:
         seed = choice_seed(self.spec.sampling.seed, self.index)
         self.sampling = self.spec.sampling if not self.index else replace(self.spec.sampling, seed=seed)
+        resumed = self.spec.progress[self.index].token_ids if self.spec.progress else ()
+        self.num_resumed = len(resumed)
+        self.output_token_ids += resumed
 
     @property
     def id(self) -> str:
@@ -95,7 +100,7 @@ class Request:
 
     @property
     def prompt_token_ids(self) -> np.ndarray:
-        """int32 [n]: the prompt, and the tokens generated before a preemption."""
+        """int32 [n]: the prompt, and the tokens generated before a preemption or by another engine."""
         if not self.output_token_ids:
             return self.spec.token_ids
         return np.concatenate([self.spec.token_ids, np.array(self.output_token_ids, np.int32)])
@@ -118,6 +123,11 @@ class Request:
     def num_tokens(self) -> int:
         """Computed tokens of the prompt, and the generated ones: for a running row, including its newest token."""
         return self.num_input_tokens + len(self.output_token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the answer that this engine has generated."""
+        return len(self.output_token_ids) - self.num_resumed
 
     @property
     def num_skipped(self) -> int:
@@ -143,7 +153,8 @@ class Request:
             num_prompt_tokens=len(self.spec.token_ids),
             num_cached=self.num_cached,
             num_skipped=self.num_skipped,
-            num_tokens=len(self.output_token_ids),
+            num_tokens=self.num_generated,
+            num_resumed=self.num_resumed,
             finish_reason=reason.value,
             num_preemptions=self.record.num_preemptions,
             spent_s=self.spec.spent_s,
@@ -161,6 +172,16 @@ class Request:
         if len(self.output_token_ids) >= self.sampling.max_tokens:
             return FinishReason.LENGTH
         return None
+
+
+def by_prompt(rows: Sequence[Request]) -> list[list[Request]]:
+    """Group the rows of a new request by what they prefill.
+
+    Rows without output share the prompt. A row that continues an answer prefills its own tokens after the prompt, as a
+    preempted row does; through the prefix cache the prompt is still computed once.
+    """
+    fresh = [row for row in rows if not row.output_token_ids]
+    return [*([row] for row in rows if row.output_token_ids), *([fresh] if fresh else [])]
 
 
 def named(rows: Iterable[Request]) -> dict[str, str]:

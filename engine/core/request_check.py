@@ -62,6 +62,46 @@ def check_pooling(request: EngineRequest, no_pooling: str | None) -> None:
             )
 
 
+def check_progress(request: EngineRequest, vocab_size: int) -> None:
+    """Check that the answers of another engine can be continued.
+
+    Raises:
+        InvalidRequest: They belong to other choices, contain tokens that an answer cannot have, or are complete.
+    """
+    if not request.progress:
+        return
+    if request.pooling is not None:
+        raise InvalidRequest("an embedding has no tokens to continue; progress must not be set", "progress")
+    if len(request.progress) != request.num_choices:
+        raise InvalidRequest(
+            f"progress has {len(request.progress)} entries; it must have one per choice, {request.num_choices}",
+            "progress",
+        )
+    if not request.open_choices:
+        raise InvalidRequest(
+            f"all {request.num_choices} choices are finished; at least 1 must be open to be continued", "progress"
+        )
+    max_tokens = request.sampling.max_tokens
+    for index, one in enumerate(request.progress):
+        if not one.is_finished and len(one.token_ids) >= max_tokens:
+            raise InvalidRequest(
+                f"progress[{index}] has {len(one.token_ids)} tokens and is not finished; it must have fewer than "
+                f"{max_tokens} (max_tokens)",
+                "progress",
+            )
+        for token_id in one.token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(
+                    f"progress[{index}]: token id {token_id} is not between 0 and {vocab_size - 1}", "progress"
+                )
+        if stops := set(request.stop_token_ids).intersection(one.token_ids):
+            raise InvalidRequest(
+                f"progress[{index}] contains stop token {min(stops)}; a stop token ends the choice and must be left "
+                "out",
+                "progress",
+            )
+
+
 def _check_thought(thought: ThoughtSpec | None, vocab_size: int) -> None:
     if thought is None:
         return

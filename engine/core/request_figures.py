@@ -30,7 +30,7 @@ class RequestFigures:
     """
 
     first_token_s: Histogram = field(default_factory=partial(Histogram, FIRST_TOKEN_BOUNDS))
-    """From the arrival to the first token."""
+    """From the arrival to the first token, of answers that began in this engine."""
     between_tokens_s: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))
     """Between two publications of tokens of a choice."""
     per_token_s: Histogram = field(default_factory=partial(Histogram, TOKEN_BOUNDS))
@@ -99,13 +99,13 @@ class RequestFigures:
         self.decode_s.observe(timeline.seconds_in(Decoded))
         self.inference_s.observe(timeline.seconds_in(Prefilled, Decoded))
         self.stalled_s.observe(timeline.stalled_s)
-        if timeline.wait_s is not None:
+        if timeline.wait_s is not None and not timeline.num_resumed:
             self.first_token_s.observe(timeline.wait_s)
         if timeline.per_token_s is not None:
             self.per_token_s.observe(timeline.per_token_s)
         self.prompt_tokens.observe(timeline.num_prompt_tokens)
         self.computed_tokens.observe(timeline.num_computed)
-        self.output_tokens.observe(timeline.num_tokens)
+        self.output_tokens.observe(timeline.num_resumed + timeline.num_tokens)
         self.max_output_tokens.observe(row.spec.num_output_tokens)
         self.preemptions.observe(timeline.num_preemptions)
 

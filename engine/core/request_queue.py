@@ -33,7 +33,7 @@ class QueueEntry:
     blocked_s: float | None = None
     """When it first was the head of the queue and did not fit; None before."""
     has_output: bool = False
-    """Whether it was preempted after it had generated tokens."""
+    """Whether its answer has begun: it was preempted, or another engine began it or another choice of its request."""
     growth_tokens: int = 0
     """Predicted tokens that each decoding row generates until this prompt is computed, if it is admitted now."""
     reconsider_eviction_s: float = 0.0
@@ -87,15 +87,16 @@ class RequestQueue:
         insort_right(self._entries, QueueEntry(list(rows), now, self._rank(rows[0], now)), key=_rank_of)
 
     def requeue(self, rows: Sequence[Request], arrived_s: float | None = None) -> None:
-        """Requeue preempted rows before all others of the same priority.
+        """Queue rows that were preempted, or that another engine began, before all others of the same priority.
 
         Args:
             rows: The rows.
-            arrived_s: When the request first arrived, if it has generated no tokens; None restarts its waiting time.
+            arrived_s: When the request first arrived, if it has generated no tokens; None for now.
         """
         now, priority = self._clock(), rows[0].spec.priority
         peers = [entry.rank for entry in self._entries if entry.priority == priority]
-        rank, has_begun = min([self._rank(rows[0], now), *peers]), bool(rows[0].output_token_ids)
+        rank = min([self._rank(rows[0], now), *peers])
+        has_begun = bool(rows[0].output_token_ids or rows[0].spec.progress)
         entry = QueueEntry(list(rows), now if arrived_s is None else arrived_s, rank, True, has_output=has_begun)
         insort_left(self._entries, entry, key=_rank_of)
 
@@ -116,7 +117,7 @@ class RequestQueue:
         self._last_admitted_s = now
 
     def expired(self) -> list[QueueEntry]:
-        """Return the requests that have waited longer than queue_timeout_s, except those with generated tokens."""
+        """Return the requests that have waited longer than queue_timeout_s, except those whose answers have begun."""
         latest = self._clock() - self._config.queue_timeout_s
         return [entry for entry in self._entries if entry.arrived_s <= latest and not entry.has_output]
 
@@ -154,7 +155,7 @@ class RequestQueue:
         A client's first request has the client's service so far as its tag, the second that plus the first one's cost,
         and so on.
 
-        A preempted request with generated tokens comes first within its priority after ageing_s, whatever its client's
+        A preempted request whose answer has begun comes first within its priority after ageing_s, whatever its client's
         service: new clients, with no service so far, could otherwise pass it for ever.
         """
         ahead, aged_s = dict[str, float](), self._clock() - self._config.ageing_s

@@ -9,7 +9,7 @@ from engine.core.batch import NO_TOKEN, PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.core.memory.victims import Preemption, Victim
 from engine.core.prefill import Prefill
 from engine.core.prefill_scheduler import PrefillScheduler
-from engine.core.request import Request, RequestState
+from engine.core.request import Request, RequestState, by_prompt
 from engine.core.request_figures import RequestFigures
 from engine.core.request_queue import QueueEntry, RequestQueue
 from engine.core.scheduler_context import SchedulerContext
@@ -101,10 +101,13 @@ class Scheduler:
         return self._queue.expected_wait_s(len(self._queue) + 1) if self._queue else 0.0
 
     def add(self, rows: Sequence[Request], arrived_s: float | None = None) -> None:
-        """Queue a request.
+        """Queue a request; answers that another engine began come before all requests of the same priority.
+
+        The prompt of such a request is charged to its client once, and the tokens of the other engine are not charged:
+        that engine has charged them as output.
 
         Args:
-            rows: One row per choice, at most `max_running`.
+            rows: One row per open choice, at most `max_running`.
             arrived_s: When the request arrived, on the scheduler's clock; None for now.
         """
         assert 1 <= len(rows) <= self._config.max_running
@@ -114,7 +117,15 @@ class Scheduler:
             row.record.queued(now, load)
         self._rows[spec.request_id] = list(rows)
         self._shares.opened(spec.client, len(rows))
-        self._queue.push(rows)
+        if not spec.progress:
+            self._queue.push(rows)
+            return
+        first, *others = by_prompt(rows)
+        for entry in others:
+            for row in entry:
+                row.num_charged = row.num_input_tokens
+        for entry in reversed([first, *others]):  # each is queued before the ones after it
+            self._queue.requeue(entry)
 
     def abort(self, request_id: str) -> None:
         """Remove all rows of a request, in whatever state they are. Unknown ids are ignored."""
@@ -123,6 +134,29 @@ class Scheduler:
             self._remove(row, FinishReason.ABORT)
             self._released.aborted[row.id] = TokenChunk((), FinishReason.ABORT, index=row.index, timeline=row.timeline)
 
+    def suspend_all(self) -> None:
+        """Return all decoding rows and prompts in progress to the queue, with their snapshots kept as by `preempt`."""
+        for victim in (*self.prefills.in_progress, *self._running.values()):
+            self._requeue(victim)
+
+    def move_queued(self) -> Chunks:
+        """End all queued rows, so that another engine continues them; return their last chunks."""
+        rows = [row for entry in self._queue.order() for row in entry.rows]
+        self._stats.num_moved += len(rows)
+        for row in rows:
+            self._remove(row, FinishReason.MOVED)
+        return {
+            row.id: TokenChunk(
+                (),
+                FinishReason.MOVED,
+                index=row.index,
+                num_cached=row.num_cached,
+                num_skipped=row.num_skipped,
+                timeline=row.timeline,
+            )
+            for row in rows
+        }
+
     def preempt(self, victim: Victim, reason: PreemptionReason) -> None:
         """Preempt a decoding row or a prompt in progress: requeue its rows at the head of their priority class.
 
@@ -130,6 +164,10 @@ class Scheduler:
         without a stored state are computed again. Their memory is released now, so the runner must drop them before the
         next forward.
         """
+        self._stats.num_preempted += len(self._requeue(victim, reason))
+
+    def _requeue(self, victim: Victim, reason: PreemptionReason | None = None) -> list[Request]:
+        """Return a victim's rows to the queue, and return them. reason: None if they are not preempted for others."""
         if isinstance(victim, Prefill):
             rows, arrived_s = list(victim.rows), victim.entry.arrived_s
             rows[0].num_restarts += rows[0].num_prefilled > 0 and not rows[0].num_cached
@@ -138,7 +176,6 @@ class Scheduler:
             assert victim.state is RequestState.RUNNING
             rows, arrived_s, released = [victim], None, PreemptedRows([victim], None)
         self._released.preempted.append(released)
-        self._stats.num_preempted += len(rows)
         now, load = self._clock(), self._load()
         for row in rows:
             row.record.queued(now, load, reason)
@@ -148,6 +185,7 @@ class Scheduler:
             row.state, row.num_prefilled = RequestState.WAITING, 0
             self.budget.release(row.id)
         self._queue.requeue(rows, None if rows[0].output_token_ids else arrived_s)
+        return rows
 
     def take_released(self) -> ReleasedRows:
         """Return the rows released since the last call; they must be dropped before `schedule`."""
@@ -200,14 +238,15 @@ class Scheduler:
         for row in rows:
             row.num_prefilled += output.num_tokens
         self._stats.num_prompt_tokens += output.num_tokens
-        num_new = min(output.num_tokens, max(0, rows[0].num_prefilled - rows[0].num_charged))
+        own = min(rows[0].num_prefilled, rows[0].num_input_tokens)  # generated tokens are charged as output
+        num_new = min(output.num_tokens, max(0, own - rows[0].num_charged))
         self._shares.charge(rows[0].spec.client, num_prompt_tokens=num_new)
         if output.first is None:
             return {}
         assert all(row.num_prefilled == row.num_tokens for row in rows)
         first = [output.first[row.id] for row in rows]
         now = self._clock()
-        if not rows[0].output_token_ids:
+        if not rows[0].num_generated:
             self.figures.prompt_done(rows[0])
         self._join(rows, now)
         return {row.id: self._take(row, token, now, is_step=False) for row, token in zip(rows, first, strict=True)}
@@ -217,7 +256,7 @@ class Scheduler:
         keeps_place = self.prefills.in_progress.complete(rows[0]).is_protected
         for row in rows:
             row.record.joined(now, self.prefills.total_s)
-            if row.num_skipped and not row.output_token_ids:
+            if row.num_skipped and not row.num_generated:
                 self._stats.num_sparse += 1
                 self._stats.num_skipped_tokens += row.num_skipped
             row.state, row.joined_s = RequestState.RUNNING, now

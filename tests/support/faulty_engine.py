@@ -66,7 +66,7 @@ LOOKS = 20
 DEADLINE_S = 20.0
 """For what takes a fraction of a second on an idle machine."""
 
-ROWS = {"num_finished", "num_aborted", "num_failed", "num_expired"}
+ROWS = {"num_finished", "num_aborted", "num_failed", "num_expired", "num_moved"}
 """Counters of which each row that was started counts in exactly one."""
 
 

@@ -119,7 +119,7 @@ class PrefixCacheSessions:
         if not num_cached:
             self._loans.break_promise(row.id)
         miss = None
-        if not row.output_token_ids:  # a preempted row was recorded before
+        if not row.num_generated:  # a preempted row was recorded before
             miss = self._record(rows, session.key, num_cached)
         saved_s = self._prompt_s(0, num_cached) if num_cached else 0.0
         for one in rows:
@@ -211,7 +211,7 @@ class PrefixCacheSessions:
         """Count a hit or a miss. Returns why the prompt got fewer cached tokens than it could have."""
         spec, counters = rows[0].spec, self.cache.counters
         for row in rows:
-            row.num_cached = num_cached
+            row.num_cached = min(num_cached, len(spec.token_ids))  # the snapshot may contain a part of the answer
         if spec.sparse is not None and not num_cached and not spec.sparse.num_dense:
             return None  # nothing could have been cached
         self._stats.num_cached_tokens += num_cached
