@@ -82,14 +82,9 @@ class ModelReplica:
         """Predict when the first token of a request would come here, see AsyncEngine.quote."""
         return self._engine.quote(question)
 
-    async def book(self, question: Question, max_wait_s: float) -> Quote | None:
-        """Count a request as on its way, unless it would wait longer than `max_wait_s` seconds; see AsyncEngine.book.
-
-        Returns:
-            None if it is booked, else what the engine says now.
-        """
-        now = self._engine.quote(question)
-        return now if now.wait_s > max_wait_s else self._engine.book(question)
+    async def book(self, question: Question) -> Quote | None:
+        """Count a request as on its way; None if it is booked, else what has changed. See AsyncEngine.book."""
+        return self._engine.book(question)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return what every ingress knows of this engine without asking. Serve calls this once, at the start."""

@@ -28,11 +28,8 @@ also while its device is busy."""
 LATE_ANSWER_S = 10.0
 """How long a late answer is waited for, in the background: it shows that the node is there again."""
 
-CHANGED_MIND_S = 2.0
-"""Seconds by which a request may wait longer than quoted before the nodes are compared again."""
-
 MAX_BOOKINGS = 3
-"""Nodes at which a request tries to be booked; the last one takes it, however long it waits there."""
+"""How often a request tries to be booked; after that it goes to the best node without a booking."""
 
 SIZE_WEIGHT = 0.05
 """Weight of a prompt in the moving average of bytes per token."""
@@ -143,7 +140,8 @@ class Placer:
     async def _book(self, question: Question, quotes: dict[str, Quote | None], asked_s: float) -> str | None:
         """Book a request at the best node.
 
-        Where others came before, so that it would wait longer there than quoted, the nodes are compared again.
+        An engine that has got other requests since its quote says what it would cost now, and the nodes are compared
+        again.
 
         Args:
             question: The request.
@@ -153,13 +151,12 @@ class Placer:
         Returns:
             The node of the request; None if every node refuses it.
         """
-        for attempt in range(1, MAX_BOOKINGS + 1):
+        for _ in range(MAX_BOOKINGS):
             node_id = self._placement.choose(question, self._with_own(quotes, asked_s))
             if node_id is None or (quote := quotes[node_id]) is None:
                 return node_id
             self._own.append(OwnBooking(self._clock(), node_id, quote.prefill_s))
-            max_wait_s = quote.wait_s + CHANGED_MIND_S if attempt < MAX_BOOKINGS else float("inf")
-            heard = await self._hear([node_id], "book", question, max_wait_s)
+            heard = await self._hear([node_id], "book", question)
             if node_id in heard and heard[node_id] is None:
                 return node_id
             quotes[node_id] = heard.get(node_id)

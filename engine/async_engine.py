@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, replace
+from typing import Any
 
 from engine import retry_after
 from engine.async_device_thread import AsyncDeviceThread
@@ -48,6 +49,9 @@ MAX_UNREAD = 4096
 
 MAX_TIMELINES = 1000
 """Choices whose timelines `timelines` finds."""
+
+PACE_TOKENS = 2048
+"""Tokens of the prompt by whose predicted seconds engines are compared."""
 
 RunnerFactory = Callable[[EngineConfig, Callable[[float], None]], ModelRunner]
 """Creates the runner on the device thread; the second argument receives the share of the weights that is read,
@@ -208,6 +212,25 @@ class AsyncEngine:
             available_bytes=available,
             total_bytes=total_bytes(),
         )
+
+    def placement_facts(self) -> dict[str, Any]:
+        """Return what does not change while the engine runs, for the placement of requests.
+
+        Returns:
+            `room_bytes` for rows and snapshots, `max_context_tokens`, and `pace_s`, the predicted seconds of a prompt
+            of PACE_TOKENS tokens.
+
+        Raises:
+            EngineFailed: The engine is not ready.
+        """
+        core = self._thread.worker
+        if core is None:
+            raise EngineFailed(self._thread.unavailable_reason or "the engine is not ready")
+        return {
+            "room_bytes": core.budget.needs.request_bytes,
+            "max_context_tokens": core.runner.max_context_tokens,
+            "pace_s": core.costs.prompt_s(0, PACE_TOKENS),
+        }
 
     def take_ended(self) -> list[RowTimeline]:
         """Return the timelines of the choices that have ended since the last call, at most MAX_UNREAD."""

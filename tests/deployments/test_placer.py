@@ -28,6 +28,8 @@ class Engine:
     facts: dict[str, Any] = field(default_factory=dict)
     booked: list[Question] = field(default_factory=list)
     asked: list[Question] = field(default_factory=list)
+    said: dict[str, float] = field(default_factory=dict)
+    """Request id -> the wait of its last quote: a booking is refused if it has grown by more than 2 s."""
     grows_s: float = 0.0
     """By how much its wait grows with each booking."""
 
@@ -52,7 +54,8 @@ class Engines(FakeHandle):
         other.whole = getattr(self, "whole", self)
         return other
 
-    def call(self, question: Question, max_wait_s: float | None = None) -> FakeCall:
+    def call(self, question: Question) -> FakeCall:
+        is_booking = self.chosen["method_name"] == "book"
         node_id = self.chosen["session_id"].removeprefix(QUESTION_SESSION)
         engine = self.engines[node_id]
         self.whole.num_calls += 1
@@ -62,10 +65,12 @@ class Engines(FakeHandle):
                 await asyncio.sleep(engine.delay_s)
                 if isinstance(engine.quote, Exception):
                     raise engine.quote
-                if max_wait_s is None:
+                if not is_booking:
                     engine.asked.append(question)
+                    engine.said[question.request_id] = engine.quote.wait_s
                     return engine.quote
-                if engine.quote.wait_s > max_wait_s:
+                if engine.quote.wait_s > engine.said[question.request_id] + 2.0:
+                    engine.said[question.request_id] = engine.quote.wait_s
                     return engine.quote
                 engine.booked.append(question)
                 engine.quote = replace(engine.quote, wait_s=engine.quote.wait_s + engine.grows_s)
