@@ -151,25 +151,30 @@ class Placer:
         Returns:
             The node of the request; None if every node refuses it.
         """
+        asked_at = dict.fromkeys(quotes, asked_s)
         for _ in range(MAX_BOOKINGS):
-            node_id = self._placement.choose(question, self._with_own(quotes, asked_s))
+            node_id = self._placement.choose(question, self._with_own(quotes, asked_at))
             if node_id is None or (quote := quotes[node_id]) is None:
                 return node_id
-            self._own.append(OwnBooking(self._clock(), node_id, quote.prefill_s))
+            now = self._clock()
+            booking = OwnBooking(now, node_id, quote.prefill_s)
+            self._own.append(booking)
             heard = await self._hear([node_id], "book", question)
             if node_id in heard and heard[node_id] is None:
                 return node_id
-            quotes[node_id] = heard.get(node_id)
-        return self._placement.choose(question, quotes)
+            if booking in self._own:
+                self._own.remove(booking)
+            quotes[node_id], asked_at[node_id] = heard.get(node_id), now
+        return self._placement.choose(question, self._with_own(quotes, asked_at))
 
-    def _with_own(self, quotes: Mapping[str, Quote | None], asked_s: float) -> dict[str, Quote | None]:
-        """Add this ingress' own bookings since the quotes were asked for, which they cannot count yet."""
-        since = [one for one in self._own if one.at_s >= asked_s]
-        return {
-            node_id: quote
-            and replace(quote, wait_s=quote.wait_s + sum(o.prefill_s for o in since if o.node_id == node_id))
-            for node_id, quote in quotes.items()
-        }
+    def _with_own(self, quotes: Mapping[str, Quote | None], asked_at: Mapping[str, float]) -> dict[str, Quote | None]:
+        """Add this ingress' bookings since each quote was asked for, which it cannot count yet."""
+        found = dict(quotes)
+        for own in self._own:
+            quote = found.get(own.node_id)
+            if quote is not None and own.at_s >= asked_at[own.node_id]:
+                found[own.node_id] = replace(quote, wait_s=quote.wait_s + own.prefill_s)
+        return found
 
     async def _hear(self, node_ids: Iterable[str], method: str, *args: Any) -> dict[str, Any]:
         """Ask the engines of nodes; return the answers of those that answer in time.

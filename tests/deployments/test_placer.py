@@ -39,6 +39,7 @@ class Engines(FakeHandle):
 
     def __init__(self, engines: dict[str, Engine]):
         self.engines = engines
+        self.whole = self
         self.num_calls = 0
         self._router = SimpleNamespace(_asyncio_router=SimpleNamespace(request_router=self))
 
@@ -48,11 +49,6 @@ class Engines(FakeHandle):
             name: SimpleNamespace(node_id=name, replica_metadata={FACTS: engine.facts})
             for name, engine in self.engines.items()
         }
-
-    def options(self, **options: Any) -> Any:
-        other = super().options(**options)
-        other.whole = getattr(self, "whole", self)
-        return other
 
     def call(self, question: Question) -> FakeCall:
         is_booking = self.chosen["method_name"] == "book"
