@@ -246,7 +246,7 @@ def test_status_is_queried_anew_after_the_start_or_end_of_an_answer(monkeypatch:
 
         here._client.start = refuse
         with pytest.raises(Overloaded):
-            await here.start(None, None)
+            await here.start(ChatRequest("r", ()), None)
         await here.status()
         await here.status()
         return len(ingresses.asked)
