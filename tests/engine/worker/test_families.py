@@ -249,8 +249,7 @@ def test_answer_cut_anywhere_goes_on_in_another_engine_with_the_same_tokens(serv
 
 @pytest.mark.night("the gate cuts the answer of each family at five places")
 @every_family
-@pytest.mark.parametrize("config", [NO_CACHE, {}], ids=["no cache", "cache"])
-@pytest.mark.parametrize("together", [1, 3])
+@pytest.mark.parametrize(("together", "config"), [(1, NO_CACHE), (3, {})], ids=["alone", "together, cached"])
 def test_answer_cut_after_each_of_32_tokens_goes_on_in_another_engine_with_the_same_tokens(served, together, config):
     whole = Driver(served.runner, EngineConfig.model_validate(NO_CACHE))
     whole.run({0: [served.request("first", max_tokens=33)]})
