@@ -40,7 +40,7 @@ class GrammarCompilers:
             matcher = ThoughtMatcher(rules, grammar)
         if matcher is None:
             return []
-        matchers = [matcher, *(matcher.fork() for _ in request.open_choices[1:])]
+        matchers: list[Matcher] = [matcher, *(matcher.fork() for _ in request.open_choices[1:])]
         if request.progress:
             await asyncio.to_thread(_advance, matchers, request)
         return matchers

@@ -14,7 +14,15 @@ from engine.config import EngineConfig
 from engine.processing.answer_constraint import answer_constraint
 from engine.processing.answer_parser import AnswerDelta, AnswerRules
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import EngineRequest, FinishReason, GrammarSpec, InvalidRequest, SamplingParams, ThoughtSpec
+from engine.protocol import (
+    EngineRequest,
+    FinishReason,
+    GrammarSpec,
+    InvalidRequest,
+    Progress,
+    SamplingParams,
+    ThoughtSpec,
+)
 
 WEATHER = {
     "type": "function",
@@ -169,6 +177,34 @@ def test_a_budget_ends_the_thought_with_the_templates_closing(tokenizer: ChatTok
 def test_answers_are_the_same_in_a_batch_as_alone(tokenizer: ChatTokenizer, run: Run, answers: Results):
     made = {name: replace(request, tenant="batch") for name, request in requests(tokenizer).items()}
     assert run(lambda engine: together(engine, made)) == answers
+
+
+def test_answers_cut_anywhere_go_on_with_the_same_tokens(tokenizer: ChatTokenizer, run: Run, answers: Results):
+    """Cut within the thought, its closing, the JSON and the call: budget and grammar go on where they were."""
+    made = requests(tokenizer)
+    cuts = {
+        f"{name} {cut}": (name, cut)
+        for name, (token_ids, _) in answers.items()
+        for cut in sorted({0, 1, 4, 5, 7, len(token_ids) // 2, len(token_ids) - 2, len(token_ids) - 1})
+        if 0 <= cut < len(token_ids)
+    }
+    begun = {
+        key: replace(made[name], request_id=key, tenant="cut", progress=(Progress(answers[name][0][:cut]),))
+        for key, (name, cut) in cuts.items()
+    }
+    found = run(lambda engine: together(engine, begun))
+    expected = {key: (answers[name][0][cut:], answers[name][1]) for key, (name, cut) in cuts.items()}
+    assert found == expected and len(cuts) > 50
+
+
+def test_tokens_that_the_grammar_or_the_budget_forbids_are_not_continued(tokenizer: ChatTokenizer, run: Run):
+    made = requests(tokenizer)
+    word = tuple(tokenizer.encode_text(" word").tolist())
+    closed = tuple(tokenizer.encode_text("\n</think>\n\n").tolist())
+    for name, token_ids in (("budget", word * 6), ("json", closed + word)):
+        wrong = replace(made[name], progress=(Progress(token_ids),))
+        with pytest.raises(InvalidRequest, match=rf"progress\[0\]: its {len(token_ids)} tokens do not match"):
+            run(lambda engine, wrong=wrong: collect(engine, wrong))
 
 
 def test_answers_are_the_same_with_and_without_drafts(tokenizer: ChatTokenizer, answers: Results):

@@ -4,7 +4,9 @@ ORCHARD_FAMILIES=mamba2,lfm2 runs only these.
 """
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import engine.worker  # noqa: F401  # before MLX
 
@@ -16,7 +18,7 @@ from mlx_vlm.models.cache import make_prompt_cache
 from engine.config import EngineConfig
 from engine.core.batch import PLAIN, Drafts, PromptChunk
 from engine.core.request import Request
-from engine.protocol import Boundary, EngineRequest, SamplingParams
+from engine.protocol import Boundary, EngineRequest, Progress, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.driver import Driver, fix_prefill_costs
 from tests.support.families import FAMILIES
@@ -210,6 +212,48 @@ def test_drafts_by_prompt_lookup_change_no_token(served):
         answer = served.turns[row.spec.request_id].answer.tokens
         assert tokens[row.id][: len(answer)] == answer
     assert (num_drafted > 0) == ("prompt_lookup" not in runner.no_drafts)
+
+
+def _continue(served: Served, whole: Driver, name: str, cuts: Iterable[int], together: int, **config: Any) -> None:
+    """Give another engine the answer `name` of an undisturbed run up to each cut, and check what it adds.
+
+    together: how many of the answers it continues at the same time, beside another request.
+    """
+    tokens, request = tuple(whole.tokens[name]), served.request("first", max_tokens=len(whole.tokens[name]))
+    logprobs = [one.logprob for chunk in whole.chunks[name] for one in chunk.logprobs]
+    left = list(cuts)
+    while left:
+        now, left = left[:together], left[together:]
+        driver = Driver(served.runner, EngineConfig.model_validate(config))
+        begun = [replace(request, request_id=f"{cut}", progress=(Progress(tokens[:cut]),)) for cut in now]
+        others = [served.request("short")] if together > 1 else []
+        driver.run({0: [*begun[:1], *others], 1: begun[1:]})
+        for cut in now:
+            assert tuple(driver.tokens[f"{cut}"]) == tokens[cut:], cut
+            assert driver.finish[f"{cut}"] is whole.finish[name]
+            continued = [one.logprob for chunk in driver.chunks[f"{cut}"] for one in chunk.logprobs]
+            np.testing.assert_allclose(continued, logprobs[cut:], atol=LOGPROB_TOLERANCE)
+        if others:
+            served.check(driver, "short")
+
+
+@every_family
+def test_answer_cut_anywhere_goes_on_in_another_engine_with_the_same_tokens(served):
+    """Beside other rows, behind a prompt that is computed again or comes from the prefix cache."""
+    whole = Driver(served.runner, EngineConfig.model_validate(NO_CACHE))
+    whole.run({0: [served.request("first")]})
+    served.check(whole, "first")
+    _continue(served, whole, "first", (1, 6, 11), 3, **NO_CACHE)
+    _continue(served, whole, "first", (3, 9), 2)
+
+
+@pytest.mark.night("the gate cuts the answer of each family at five places")
+@every_family
+@pytest.mark.parametrize(("together", "config"), [(1, NO_CACHE), (3, {})], ids=["alone", "together, cached"])
+def test_answer_cut_after_each_of_32_tokens_goes_on_in_another_engine_with_the_same_tokens(served, together, config):
+    whole = Driver(served.runner, EngineConfig.model_validate(NO_CACHE))
+    whole.run({0: [served.request("first", max_tokens=33)]})
+    _continue(served, whole, "first", range(1, 33), together, **config)
 
 
 @every_family

@@ -1,7 +1,7 @@
 """MTP heads of every family that has one: drafts on = off, alone = batched, from the checkpoint and beside it."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.batch import PLAIN, Drafts
 from engine.core.request import Request
-from engine.protocol import EngineFailed, EngineRequest, SamplingParams
+from engine.protocol import EngineFailed, EngineRequest, Progress, SamplingParams
 from engine.worker import loader, mtp_loader
 from engine.worker.decode import DecodeGroup
 from engine.worker.model_runner import MLXRunner, load_runner
@@ -78,6 +78,25 @@ def test_second_turn_gets_the_same_tokens_from_the_prefix_cache_with_a_head(serv
     assert driver.chunks["second"][0].num_cached > 0
     for turn, asked in served.turns.items():
         assert driver.tokens[turn] == asked.answer.tokens, turn
+
+
+def test_answer_cut_anywhere_goes_on_in_another_engine_with_drafts(served):
+    """All cuts of the first turn, three at a time; the other engine has a head, or none."""
+    drafts = {"mtp": {"max_draft_tokens": 3, "max_rows": 4}, "prompt_lookup": "off"}
+    asked, whole = served.request("first"), tuple(served.turns["first"].answer.tokens)
+    for options in (drafts, {"mtp": "off"}):
+        num_drafted = 0
+        for start in range(1, len(whole), 3):
+            driver = Driver(served.runner, EngineConfig.model_validate(options))
+            cuts = range(start, min(start + 3, len(whole)))
+            begun = [replace(asked, request_id=f"{cut}", progress=(Progress(whole[:cut]),)) for cut in cuts]
+            driver.run({0: [*begun[:2], served.request("short")], 2: begun[2:]})
+            assert driver.tokens == {
+                "short": served.turns["short"].answer.tokens,
+                **{f"{cut}": list(whole[cut:]) for cut in cuts},
+            }
+            num_drafted += driver.core.stats.num_drafted
+        assert (num_drafted > 0) == (options is drafts)
 
 
 def test_head_drafts_what_a_forward_over_the_whole_sequence_predicts(served, monkeypatch):
