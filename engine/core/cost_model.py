@@ -24,8 +24,9 @@ TOKENS_WEIGHT = 0.1
 """Weight of a new step in the moving average of its tokens per row."""
 
 MIN_ATTENTION_TOKENS = 2048
-"""Attention is fitted once a token of a measured chunk has on average this many tokens before it: earlier it takes too
-little of the time to be told from noise, and what short chunks leave open would count a thousandfold in long prompts."""
+"""Attention is fitted once a token of a measured chunk has on average this many tokens before it. Earlier it takes too
+little of the time to be told from noise, and what short chunks leave open would count a thousandfold in long
+prompts."""
 
 GUESSED_S_PER_TOKEN = GUESSED_S_PER_PATCH = 1e-3
 """Seconds per prompt token, and per patch of an image, before anything is measured."""
