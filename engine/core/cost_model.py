@@ -71,11 +71,13 @@ class LearnedCost:
             self._fit(np.array(self._rows))
 
     def _fit(self, rows: np.ndarray) -> None:
+        """Fit the coefficients; what the newest measurements leave open stays as earlier ones have shown it."""
+        prior = self.coefficients if len(rows) > 1 else np.zeros_like(self.coefficients)
         if (rows[:, -1] >= self._min_ratio * rows[:, -2]).any():
-            self.coefficients = fit_non_negative(rows)
+            self.coefficients = fit_non_negative(rows, prior=prior)
         else:
-            others = fit_non_negative(rows[:, :-1], known=rows[:, -1] * self.coefficients[-1])
-            self.coefficients = np.append(others, self.coefficients[-1])
+            others = fit_non_negative(rows[:, :-1], rows[:, -1] * prior[-1], prior[:-1])
+            self.coefficients = np.append(others, prior[-1])
 
 
 GUESSED_READ_BYTES_PER_S, GUESSED_READ_BYTES = 1e9, 2.0**26

@@ -2,9 +2,9 @@
 
     uv run python -m tests.benchmarks.nodes_sim --machine 27B-4bit/64GB --nodes 2 --agents 8 --arm quotes --seeds 10-14
 
-Each node is a real EngineCore over a virtual clock (sim_runner.py), with its own Quoter; the ingress is the Placement of
-deployments/placement. Agents are those of agents_sim.py: 60,000 tokens, 20,000 of which all share, 2,500 more per turn,
-12 turns. The ingress knows the length of a prompt to 5 %, and nothing of how long a conversation will become. Arms:
+Each node is a real EngineCore over a virtual clock (sim_runner.py), with its own Quoter; the ingress is the Placement
+of deployments/placement. Agents are those of agents_sim.py: 60,000 tokens, 20,000 of which all share, 2,500 more per
+turn, 12 turns. The ingress knows the length of a prompt to 5 %, and not how long a conversation will become. Arms:
 
 calls: the node with the fewest open requests, ties at random.
 hash: the first node of the conversation by rendezvous, whatever its load.
