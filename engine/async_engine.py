@@ -13,12 +13,14 @@ from engine.async_device_thread import AsyncDeviceThread
 from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
+from engine.core.quoting.quoter import ESTIMATE_MARGIN
 from engine.core.request_check import check_plan, check_pooling, check_progress, check_request
 from engine.core.scheduler_output import Chunks
 from engine.figures import EngineFigures
 from engine.grammar_compilers import GrammarCompilers
 from engine.host_memory import total_bytes
 from engine.pinned_prompts import PinnedPrompts
+from engine.placement import Question, Quote, Refusal
 from engine.protocol import (
     HEARTBEAT,
     CacheCleared,
@@ -123,6 +125,7 @@ class AsyncEngine:
         self._compiling.add(key)
         self._keys[request.request_id] = key
         self._pixel_bytes[key] = request.num_pixel_bytes
+        core.quoter.bookings.sent(request.request_id, key)
         self._no_streams.clear()
         compiling = asyncio.ensure_future(self._grammars.matchers(request, core.runner.vocab_size))
         compiling.add_done_callback(lambda task: task.cancelled() or task.exception())  # marked as retrieved
@@ -148,6 +151,7 @@ class AsyncEngine:
         finally:
             compiling.cancel()
             self._compiling.discard(key)
+            core.quoter.bookings.remove(key)
             del self._streams[key], self._keys[request.request_id], self._pixel_bytes[key]
             if not self._streams:
                 self._no_streams.set()
@@ -162,6 +166,21 @@ class AsyncEngine:
         self._streams[key].end(FinishReason.ABORT)
         self._thread.submit(lambda core: core.abort(key))
         return True
+
+    def quote(self, question: Question) -> Quote:
+        """Predict the seconds of a request, if it were placed here now; waits for no step."""
+        core, refusal = self._thread.worker, self._refusal(question)
+        return Quote(refusal=refusal) if core is None or refusal is not None else core.quoter.quote(question)
+
+    def book(self, question: Question) -> Quote | None:
+        """Count a request as queued until it arrives with the question's request id, for BOOKING_S at most.
+
+        Returns:
+            None if it is booked. A new quote, and no booking, if the request is refused or its wait has grown since the
+            last quote; to book it nevertheless, call again.
+        """
+        core, refusal = self._thread.worker, self._refusal(question)
+        return Quote(refusal=refusal) if core is None or refusal is not None else core.quoter.book(question)
 
     def status(self) -> EngineStatus:
         """Return the engine's state and figures."""
@@ -338,6 +357,26 @@ class AsyncEngine:
         """Why new requests are rejected although the engine is ready; None if they are accepted."""
         return "the engine is shutting down" if self._is_draining else self._watchdog.shortage
 
+    def _refusal(self, question: Question) -> Refusal | None:
+        """Why the engine cannot take a request; None if it can as far as is known without its work."""
+        core = self._thread.worker
+        if self._is_draining:
+            return "draining"
+        if core is None or self._thread.state != "ready" or self._unavailable is not None:
+            return "not_ready"
+        if question.num_tokens > ESTIMATE_MARGIN * core.runner.max_context_tokens:
+            return "context"
+        if question.has_images and "image" not in core.runner.capabilities.get("media", ()):
+            return "media"
+        num_open = self._num_open + core.quoter.num_booked
+        is_full = num_open + question.num_choices > self.config.max_running + self.config.max_queue
+        return "queue_full" if is_full else None
+
+    @property
+    def _num_open(self) -> int:
+        """Open choices; streams that are finished but not closed count as well."""
+        return sum(max(stream.num_open, 1) for stream in self._streams.values())
+
     def _admit(self, request: EngineRequest) -> EngineCore:
         """Return the core that will serve the request. Raises what `generate` raises."""
         if (reason := self._thread.unavailable_reason or self._unavailable) is not None:
@@ -351,9 +390,7 @@ class AsyncEngine:
         check_progress(request, runner.vocab_size)
         check_plan(request, runner.no_sparse)
         check_pooling(request, runner.no_pooling)
-        num_open = sum(
-            max(stream.num_open, 1) for stream in self._streams.values()
-        )  # streams that are finished but not closed count as well
+        num_open = self._num_open
         limit = self.config.max_running + self.config.max_queue
         if num_open + len(request.open_choices) > limit:
             raise Overloaded(

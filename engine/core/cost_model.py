@@ -24,8 +24,9 @@ TOKENS_WEIGHT = 0.1
 """Weight of a new step in the moving average of its tokens per row."""
 
 MIN_ATTENTION_TOKENS = 2048
-"""Attention is fitted once a token of a measured chunk has on average this many tokens before it: earlier it takes too
-little of the time to be told from noise, and what short chunks leave open would count a thousandfold in long prompts."""
+"""Attention is fitted once a token of a measured chunk has on average this many tokens before it. Earlier it takes too
+little of the time to be told from noise, and what short chunks leave open would count a thousandfold in long
+prompts."""
 
 GUESSED_S_PER_TOKEN = GUESSED_S_PER_PATCH = 1e-3
 """Seconds per prompt token, and per patch of an image, before anything is measured."""
@@ -70,11 +71,13 @@ class LearnedCost:
             self._fit(np.array(self._rows))
 
     def _fit(self, rows: np.ndarray) -> None:
+        """Fit the coefficients; what the newest measurements leave open stays as earlier ones have shown it."""
+        prior = self.coefficients if len(rows) > 1 else np.zeros_like(self.coefficients)
         if (rows[:, -1] >= self._min_ratio * rows[:, -2]).any():
-            self.coefficients = fit_non_negative(rows)
+            self.coefficients = fit_non_negative(rows, prior=prior)
         else:
-            others = fit_non_negative(rows[:, :-1], known=rows[:, -1] * self.coefficients[-1])
-            self.coefficients = np.append(others, self.coefficients[-1])
+            others = fit_non_negative(rows[:, :-1], rows[:, -1] * prior[-1], prior[:-1])
+            self.coefficients = np.append(others, prior[-1])
 
 
 GUESSED_READ_BYTES_PER_S, GUESSED_READ_BYTES = 1e9, 2.0**26

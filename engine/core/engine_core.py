@@ -17,6 +17,8 @@ from engine.core.memory.grouping import GroupMerge
 from engine.core.prefix_cache.sessions import PrefixCacheSessions
 from engine.core.progress import Progress
 from engine.core.proposer_record import Mode
+from engine.core.quoting.load import LoadRecorder
+from engine.core.quoting.quoter import Quoter
 from engine.core.request import Matcher, Request, RequestState, by_prompt, named
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_context import SchedulerContext
@@ -57,6 +59,7 @@ class EngineCore:
     Attributes:
         memory, admission, queue, speculation_status: Figures for the status page, refreshed every FIGURES_PERIOD_S.
         progress: The work in progress; readable from any thread.
+        quoter: Predicts the seconds of requests that may be placed here; used by one thread, which need not be this.
     """
 
     def __init__(
@@ -100,6 +103,9 @@ class EngineCore:
             has_bursts=runner.no_bursts is None,
         )
         self.scheduler = Scheduler(context, self.stats)
+        self._loads = LoadRecorder(clock, self.scheduler, self.prefix)
+        is_caching = self.prefix.off_reason is None
+        self.quoter = Quoter(config, clock, self.costs, self.budget.needs, self._loads, is_caching)
         self.memory: dict[str, int] = self._memory()
         self.speculation_status: dict[str, Any] = self._speculation.status()
         self.queue: tuple[QueuedRequest, ...] = ()
@@ -128,6 +134,7 @@ class EngineCore:
         each = matchers or [None] * len(spec.open_choices)
         rows = [Request(spec, index, matcher) for index, matcher in zip(spec.open_choices, each, strict=True)]
         self.scheduler.add(rows, arrived_s)
+        self._loads.request_arrived(rows[0])
 
     def abort(self, request_id: str) -> None:
         """Abort all choices of a request. Unknown ids are ignored."""
@@ -162,6 +169,7 @@ class EngineCore:
         self.stats.num_steps += 1
         if num_tokens := self.stats.num_prompt_tokens + self.stats.num_output_tokens - num_before:
             self.scheduler.figures.step_tokens.observe(num_tokens)
+        self._loads.publish()
         self._read_figures()
 
     def close(self) -> None:
@@ -232,7 +240,7 @@ class EngineCore:
         """Snapshot preempted rows and complete answers, publish the errors of failed rows, and drop them all."""
         self._snapshot_preempted(released.preempted)
         for row in released.completed:
-            self.prefix.snapshots.keep_answer(row)
+            self._loads.answer_complete(row, self.prefix.snapshots.keep_answer(row))
             self._decoded_s = None  # the snapshot must not count as decode time
         if released.failed:
             self._publish(released.failed)

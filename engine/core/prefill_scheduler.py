@@ -73,6 +73,10 @@ class PrefillScheduler:
         """Predict the seconds until a prompt is complete when it is computed alone."""
         return self._order.remaining_s(prefill)
 
+    def images_s(self, prefill: Prefill) -> float:
+        """Predict the seconds until a prompt's images are encoded."""
+        return self._order.images_s(prefill)
+
     def begin_step(self, drafts: Drafts) -> None:
         """Set the tokens and seconds that prefill may use in this step: decoding rows stall for at most max_stall_s."""
         self.drafts = drafts

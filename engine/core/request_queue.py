@@ -81,6 +81,11 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def entries(self) -> list[QueueEntry]:
+        """The requests by rank. Not a copy: the caller must not change it."""
+        return self._entries
+
     def push(self, rows: Sequence[Request]) -> None:
         """Queue a new request, given as its rows."""
         now = self._clock()
@@ -171,12 +176,16 @@ class RequestQueue:
         return self._config.fairness != "off" and self._shares.num_active > 1
 
     def _rank(self, row: Request, now: float) -> float:
-        policy, ageing_s = self._config.policy, self._config.ageing_s
-        if policy == "shortest_first":
-            return now + ageing_s * row.num_tokens / 1000
-        if policy == "priority":
-            return now + ageing_s * row.spec.priority
-        return now
+        return queue_rank(self._config, now, row.num_tokens, row.spec.priority)
+
+
+def queue_rank(config: SchedulerConfig, now: float, num_tokens: int, priority: int) -> float:
+    """Return the rank of a request that is queued now, see QueueEntry.rank."""
+    if config.policy == "shortest_first":
+        return now + config.ageing_s * num_tokens / 1000
+    if config.policy == "priority":
+        return now + config.ageing_s * priority
+    return now
 
 
 def _rank_of(entry: QueueEntry) -> float:

@@ -63,6 +63,11 @@ class Scheduler:
         return len(self._queue)
 
     @property
+    def queued(self) -> list[QueueEntry]:
+        """The queued requests by rank. Not a copy: the caller must not change it."""
+        return self._queue.entries
+
+    @property
     def decoding(self) -> list[Request]:
         """The rows of the decode batch."""
         return list(self._running.values())

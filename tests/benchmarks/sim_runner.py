@@ -30,6 +30,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request, RequestState
 from engine.core.scheduler_output import Chunks
+from engine.placement import ConversationKeys
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams, TokenChunk
 from engine.snapshot_store.files import MAX_QUEUED_BYTES, SnapshotMeta
 from tests.support.clock import Clock
@@ -576,6 +577,8 @@ class Ask:
     client: str = ""
     priority: int = 0
     max_tokens: int = MAX_TOKENS
+    keys: ConversationKeys | None = None
+    """What quotes find its cached prefix by."""
     retries: int = 0
     """How often it is sent again when it expires."""
     arrived_s: float = math.nan
@@ -660,14 +663,15 @@ class Simulation:
             while self._events and self._events[0][0] <= self.clock.now_s:
                 heappop(self._events)[2]()
             if self.core.has_work:
-                self._step()
+                self.step()
             elif self._events:
                 self.clock.now_s = max(self.clock.now_s, self._events[0][0])
 
     def ask_of(self, chunk: Chunk) -> Ask:
         return self._by_request[chunk.request_id]
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Run one step of the engine."""
         began_s = self.clock.now_s
         self.core.step()
         if self.clock.now_s == began_s:
@@ -684,6 +688,7 @@ class Simulation:
             boundaries=ask.boundaries,
             client=ask.client,
             priority=ask.priority,
+            keys=ask.keys,
         )
         self._open[request_id], self._by_request[request_id] = (ask, then), ask
         self.runner.answers[request_id] = [*ask.answer, STOP]

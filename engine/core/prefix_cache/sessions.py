@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
-from engine.config import PrefixCacheConfig
+from engine.config import BoundaryKind, PrefixCacheConfig
 from engine.core.batch import ModelRunner
 from engine.core.cost_model import CostModel
 from engine.core.prefix_cache.answer_statistics import AnswerStatistics
@@ -126,6 +126,13 @@ class PrefixCacheSessions:
             one.record.restored(num_cached, saved_s, miss)
         session.todo = self._boundaries(row, session.key, num_cached)
         return True
+
+    def boundary_digests(self, row: Request) -> list[tuple[BoundaryKind, int, str]]:
+        """Return kind, number of tokens and digest of each boundary of a prompt; empty if it does not use the cache."""
+        if not self._eligibility.uses_cache(row) or not row.spec.boundaries:
+            return []
+        digests = dict(self._eligibility.key_of(row).digests(sorted(one.num_tokens for one in row.spec.boundaries)))
+        return [(b.kind, b.num_tokens, digests[b.num_tokens]) for b in row.spec.boundaries if b.num_tokens in digests]
 
     def clip(self, rows: Sequence[Request], max_tokens: int) -> int:
         """Return the size of a chunk of at most `max_tokens` that ends where the runner must take a snapshot.

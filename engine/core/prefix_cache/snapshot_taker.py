@@ -81,12 +81,15 @@ class SnapshotTaker:
             if session.base is not None and session.base_tokens == num_tokens:
                 session.base.entry.is_resume_point = True
 
-    def keep_answer(self, row: Request) -> None:
-        """Store the state after a complete answer, whose row the runner still has."""
+    def keep_answer(self, row: Request) -> CacheEntry | None:
+        """Store the state after a complete answer, whose row the runner still has; return None if it is not stored."""
         is_long = len(row.output_token_ids) >= self._min_tokens
-        may_keep = is_long and self._eligibility.may_keep(row)
-        if may_keep and self._answers.are_kept and self._keep_or_log(row, is_awaited=False):
+        if not is_long or not self._eligibility.may_keep(row) or not self._answers.are_kept:
+            return None
+        entry = self._keep_or_log(row, is_awaited=False)
+        if entry is not None:
             self._answers.stored()
+        return entry
 
     def keep_row(self, row: Request) -> None:
         """Store the state of a preempted decoding row, which the runner still has."""
@@ -136,8 +139,8 @@ class SnapshotTaker:
             self._cache.tree.release(base)
         session.go_on_after(entry, self._cache.tree.hold(entry))
 
-    def _keep_or_log(self, row: Request, is_awaited: bool) -> bool:
-        """Store the state of a decoding row after its longest cached prefix in memory; return whether it was stored.
+    def _keep_or_log(self, row: Request, is_awaited: bool) -> CacheEntry | None:
+        """Store the state of a decoding row after its longest cached prefix in memory; return None if it is not stored.
 
         is_awaited: whether the row will continue from it.
         """
@@ -150,10 +153,10 @@ class SnapshotTaker:
             except Exception:
                 log.exception("the snapshot of %s after its last token failed", row.id, extra=named([row]))
                 self._cache.counters.num_rejected += 1
-                return False
+                return None
 
-    def _keep(self, row: Request, key: PromptKey, base: SnapshotNode | None, is_awaited: bool) -> bool:
-        """Store a decoding row's state; return whether it was stored.
+    def _keep(self, row: Request, key: PromptKey, base: SnapshotNode | None, is_awaited: bool) -> CacheEntry | None:
+        """Store a decoding row's state; return None if it is not stored.
 
         Its keys and values stay in the row's cache until the row, which is about to be dropped, returns them.
         """
@@ -161,24 +164,24 @@ class SnapshotTaker:
         num_new = len(key) + 1 - (0 if base is None else base.entry.num_tokens)
         segment_bytes = num_new * costs.token_bytes
         if num_new < self._min_tokens:
-            return False
+            return None
         lend = self._loans.may_add(row.id, base)
         num_bytes = costs.fixed() + (0 if lend else segment_bytes)
         if not self._memory.evict_for(num_bytes, base, None if is_awaited else key, "answer", row.id):
-            return False
+            return None
         taken = self._runner.snapshot_row(row.id, None if base is None else base.segment, lend=lend)
         num_given = len(row.output_token_ids) - is_awaited  # a preempted row's last token is not computed yet
         if taken is None or not np.array_equal(taken.token_ids[:num_given], row.output_token_ids[:num_given]):
-            return False
+            return None
         whole = self._eligibility.key(spec, np.concatenate([spec.token_ids, taken.token_ids]).astype(np.int32))
         digest = None if base is None else base.entry.digest
         entry = self._store(whole, "answer", row, False, taken.snapshot, base, digest)
         if entry is None or entry.node is None:
-            return False
+            return None
         entry.is_resume_point = is_awaited
         if lend:
             self._loans.add(row.id, entry.node, segment_bytes)
-        return True
+        return entry
 
     def _store(
         self,

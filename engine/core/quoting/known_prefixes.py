@@ -1,0 +1,95 @@
+"""KnownPrefixes: which snapshots belong to the keys of conversations and their prefixes. Pure.
+
+The engine thread writes, other threads read: a reader uses single dict look-ups only, which Python makes atomic.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.core.prefix_cache.node import CacheEntry
+from engine.placement import ConversationKeys
+
+MAX_KEYS = 16_384
+"""Keys that are remembered; the least recently written one is forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPrefix:
+    """Where the snapshots behind a key would be."""
+
+    digest: str
+    """Digest of the entry at the boundary of the system part or the turn, stored or not."""
+    num_tokens: int
+    """Tokens before that boundary."""
+    answer: str | None = None
+    """Digest of the entry after the turn's answer; None without one."""
+    answer_tokens: int = 0
+    """Tokens of prompt and answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTokens:
+    """The cached part of a prompt."""
+
+    num_tokens: int = 0
+    is_on_disk: bool = False
+    """Whether it must be read from disk."""
+
+
+NOTHING = CachedTokens()
+
+
+class KnownPrefixes:
+    """Finds the cached prefix of a prompt by its keys.
+
+    Args:
+        find: Returns the stored entry with a digest; None if it has been evicted. Called on any thread.
+        max_keys: Keys to remember.
+    """
+
+    def __init__(self, find: Callable[[str | None], CacheEntry | None], max_keys: int = MAX_KEYS):
+        self._find = find
+        self._max_keys = max_keys
+        self._prefixes: OrderedDict[int, KnownPrefix] = OrderedDict()
+
+    def note(self, key: int, digest: str, num_tokens: int) -> None:
+        """Remember the boundary behind a key, as soon as a prompt with it has arrived."""
+        known = self._prefixes.get(key)
+        if known is None or known.digest != digest:
+            self._prefixes[key] = KnownPrefix(digest, num_tokens)
+        self._prefixes.move_to_end(key)
+        if len(self._prefixes) > self._max_keys:
+            self._prefixes.popitem(last=False)
+
+    def note_answer(self, key: int, entry: CacheEntry) -> None:
+        """Remember the entry after the answer to the turn behind a key."""
+        if (known := self._prefixes.get(key)) is not None:
+            self._prefixes[key] = KnownPrefix(known.digest, known.num_tokens, entry.digest, entry.num_tokens)
+
+    # On any thread.
+
+    def num_system_tokens(self, keys: ConversationKeys) -> int:
+        """Return the tokens of a system part, cached or not; 0 if unknown."""
+        known = self._prefixes.get(keys.system)
+        return 0 if known is None else known.num_tokens
+
+    def cached(self, keys: ConversationKeys, max_tokens: int) -> CachedTokens:
+        """Return the longest cached prefix of a prompt.
+
+        Args:
+            keys: The prompt's keys.
+            max_tokens: Estimated tokens of the prompt; nothing longer is returned.
+        """
+        for position, key in enumerate(keys.turns):
+            known = self._prefixes.get(key)
+            if known is None:
+                continue
+            follows = position > 0 and known.answer_tokens <= max_tokens  # the prompt goes on after this turn's answer
+            answer = self._find(known.answer) if follows else None
+            found = answer or self._find(known.digest)
+            if found is not None:
+                return CachedTokens(min(found.num_tokens, max_tokens), found.node is None)
+        known = self._prefixes.get(keys.system)
+        found = None if known is None else self._find(known.digest)
+        return NOTHING if found is None else CachedTokens(min(found.num_tokens, max_tokens), found.node is None)

@@ -1,0 +1,148 @@
+"""LoadRecorder: what quotes need to know of the engine's work, published by its thread for others to read."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.core.batch import PLAIN, Drafts
+from engine.core.prefix_cache.node import CacheEntry
+from engine.core.prefix_cache.sessions import PrefixCacheSessions
+from engine.core.quoting.known_prefixes import KnownPrefixes
+from engine.core.quoting.residents import Residents
+from engine.core.request import Request
+from engine.core.request_queue import USUAL_ANSWER, QueueEntry
+from engine.core.scheduler import Scheduler
+
+MAX_QUEUED = 64
+"""Queued requests that quotes consider one by one."""
+
+MAX_ARRIVED = 1024
+"""Request ids of the last arrivals."""
+
+ANSWER_WEIGHT = 0.1
+"""Weight of a complete answer in the moving average of their lengths."""
+
+
+class PromptLeft(NamedTuple):
+    """A prompt that is queued or in progress."""
+
+    start: int
+    """Tokens that are computed or expected to be cached."""
+    end: int
+    """Tokens of the prompt."""
+    num_rows: int
+    priority: int
+    rank: float
+    """See QueueEntry."""
+    images_s: float = 0.0
+    """Seconds until its images are encoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """The engine's work at the end of a step."""
+
+    in_progress: tuple[PromptLeft, ...] = ()
+    queued: tuple[PromptLeft, ...] = ()
+    """The first MAX_QUEUED."""
+    num_queued: int = 0
+    num_decoding: int = 0
+    drafts: Drafts = PLAIN
+    """Drafts that each decoding row verifies per step."""
+    reserved_bytes: int = 0
+    """Bytes reserved for rows and prompts when a request last arrived, began or ended."""
+    answer_tokens: float = USUAL_ANSWER
+    """Mean tokens of the last answers."""
+
+
+class LoadRecorder:
+    """Runs on the engine's thread. `load` is replaced as a whole, so that other threads may read it at any time.
+
+    Args:
+        clock: Returns monotonic seconds.
+        scheduler: The scheduler.
+        prefix: The prefix cache.
+
+    Attributes:
+        load: The engine's work.
+        prefixes: Snapshots by the keys of prompts.
+        residents: Conversations that have been computed lately.
+        arrived: Ids of the requests that have arrived last.
+    """
+
+    def __init__(self, clock: Callable[[], float], scheduler: Scheduler, prefix: PrefixCacheSessions):
+        self.load = EngineLoad()
+        self.prefixes = KnownPrefixes(prefix.cache.index.get)
+        self.residents = Residents(clock)
+        self.arrived: OrderedDict[str, None] = OrderedDict()
+        self._scheduler = scheduler
+        self._prefix = prefix
+        self._answer_tokens = float(USUAL_ANSWER)
+        self._entries: list[QueueEntry] = []  # of `load.queued`
+        self._num_rows = -1  # reserved rows at the last reading of the budget
+        self._reserved_bytes = 0
+
+    def request_arrived(self, row: Request) -> None:
+        """Note a queued request by its first row. Its booking counts until this has returned."""
+        spec = row.spec
+        if spec.keys is not None and (boundaries := self._prefix.boundary_digests(row)):
+            system_tokens = 0
+            for kind, num_tokens, digest in boundaries:
+                if kind == "system":
+                    self.prefixes.note(spec.keys.system, digest, num_tokens)
+                    system_tokens = num_tokens
+                elif kind == "turn" and spec.keys.turns:
+                    self.prefixes.note(spec.keys.turns[0], digest, num_tokens)
+            self.residents.arrived(spec.keys, row.num_tokens, system_tokens)
+        self.publish()
+        self.arrived[spec.request_id] = None
+        if len(self.arrived) > MAX_ARRIVED:
+            self.arrived.popitem(last=False)
+
+    def answer_complete(self, row: Request, entry: CacheEntry | None) -> None:
+        """Note a complete answer. entry: the snapshot after it; None without one."""
+        self._answer_tokens += ANSWER_WEIGHT * (len(row.output_token_ids) - self._answer_tokens)
+        if (keys := row.spec.keys) is None:
+            return
+        if entry is not None and keys.turns:
+            self.prefixes.note_answer(keys.turns[0], entry)
+        self.residents.answered(keys, row.num_tokens)
+
+    def publish(self) -> None:
+        """Publish the engine's work as it is now."""
+        scheduler, before = self._scheduler, self.load
+        prefills, entries = scheduler.prefills, scheduler.queued
+        if entries == self._entries:
+            queued = before.queued
+        else:
+            self._entries, queued = entries.copy(), tuple(map(self._queued, entries[:MAX_QUEUED]))
+        if (num_rows := scheduler.num_running) != self._num_rows or queued is not before.queued:
+            self._num_rows, self._reserved_bytes = num_rows, scheduler.budget.reserved_bytes
+        self.load = EngineLoad(
+            tuple(
+                PromptLeft(
+                    one.start,
+                    one.end,
+                    len(one.rows),
+                    one.entry.priority,
+                    one.entry.rank,
+                    prefills.images_s(one) if one.rows[0].spec.images else 0.0,
+                )
+                for one in prefills.in_progress
+            ),
+            queued,
+            len(entries),
+            scheduler.num_decoding,
+            prefills.drafts,
+            self._reserved_bytes,
+            self._answer_tokens,
+        )
+
+    def _queued(self, entry: QueueEntry) -> PromptLeft:
+        row, keys = entry.rows[0], entry.rows[0].spec.keys
+        if row.cached_hint is not None:
+            start = row.cached_hint[1]
+        else:
+            start = 0 if keys is None else self.prefixes.cached(keys, row.num_tokens).num_tokens
+        return PromptLeft(min(start, row.num_tokens - 1), row.num_tokens, len(entry.rows), entry.priority, entry.rank)

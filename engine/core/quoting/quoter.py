@@ -1,0 +1,221 @@
+"""Quoter: predicts when the first token of a request would come, and what its place costs others. Pure.
+
+Runs on the event loop, or any one thread, while the engine's thread works: it reads what LoadRecorder has published and
+waits for nothing.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from engine.config import EngineConfig
+from engine.core.admission import SHORT_PART
+from engine.core.cost_model import CostModel
+from engine.core.memory.costs import MemoryCosts
+from engine.core.memory.needs import MemoryNeeds
+from engine.core.quoting.bookings import Booking, Bookings
+from engine.core.quoting.load import EngineLoad, LoadRecorder, PromptLeft
+from engine.core.request_queue import queue_rank
+from engine.placement import Question, Quote
+
+ESTIMATE_MARGIN = 1.1
+"""A prompt is refused as too long only if its estimated tokens exceed the limit by this factor."""
+
+MAX_WAIT_GROWTH_S = 2.0
+"""A booking is answered with a new quote if the wait has grown by more than this since the last one."""
+
+MAX_QUOTES = 1024
+"""Quotes that are remembered until their requests are booked."""
+
+OLDEST_WAIT_SHARE = 0.5
+"""Seconds that the oldest prompt in progress gets per second of shorter ones: a third of the time."""
+
+NUM_STATES = 2
+"""Snapshots of a conversation whose recurrent states are kept: after its last prompt and its last answer."""
+
+
+class Quoter:
+    """Answers questions and takes bookings.
+
+    Args:
+        config: The engine's configuration.
+        clock: Returns monotonic seconds; called on several threads.
+        costs: Predicts seconds.
+        needs: Bytes of requests, and the limit.
+        recorder: The engine's work.
+        is_caching: Whether the engine has a prefix cache.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        clock: Callable[[], float],
+        costs: CostModel,
+        needs: MemoryNeeds,
+        recorder: LoadRecorder,
+        is_caching: bool,
+    ):
+        self._config = config
+        self._clock = clock
+        self._costs = costs
+        self._needs = needs
+        self._recorder = recorder
+        self._is_caching = is_caching
+        self._max_row_tokens = needs.max_row_tokens()
+        self._waits: OrderedDict[str, float] = OrderedDict()  # request id -> wait of the last quote
+        self.bookings = Bookings(clock, recorder.arrived)
+
+    @property
+    def num_booked(self) -> int:
+        """Choices of booked requests that have not been sent."""
+        return sum(booking.question.num_choices for booking in self.bookings.open() if not booking.is_sent)
+
+    def quote(self, question: Question) -> Quote:
+        """Predict the seconds of a request, if it were placed here now."""
+        if question.num_tokens > ESTIMATE_MARGIN * self._max_row_tokens:
+            return Quote(refusal="memory")
+        recorder, bookings = self._recorder, self.bookings.open()
+        load = recorder.load
+        cached = recorder.prefixes.cached(question.keys, question.num_tokens - 1)
+        prompt_s = self._costs.prompt_s(cached.num_tokens, question.num_tokens)
+        if cached.is_on_disk:
+            prompt_s += self._costs.read_s(cached.num_tokens * self._costs_of_memory.token_bytes)
+        ahead = [*load.queued, *map(_booked, bookings)]
+        quote = Quote(
+            cached_tokens=cached.num_tokens,
+            wait_s=max(self._prompts_s(question, prompt_s, load, ahead), self._rows_s(question, load, ahead)),
+            prefill_s=self._beside_rows(prompt_s, load),
+            slowdown_s=self._slowdown_s(question, load, ahead),
+            crowding_s=self._crowding_s(question, bookings),
+            is_resident=question.keys.conversation in recorder.residents,
+        )
+        self._waits[question.request_id] = quote.wait_s
+        if len(self._waits) > MAX_QUOTES:
+            self._waits.popitem(last=False)
+        return quote
+
+    def book(self, question: Question) -> Quote | None:
+        """Count a request as queued until it arrives, for BOOKING_S at most.
+
+        Returns:
+            None if it is booked. A new quote, and no booking, if the request is refused or its wait has grown by more
+            than MAX_WAIT_GROWTH_S since the last quote; to book it nevertheless, call again.
+        """
+        promised_s = self._waits.get(question.request_id)
+        quote = self.quote(question)
+        if quote.refusal is not None:
+            return quote
+        if promised_s is not None and quote.wait_s > promised_s + MAX_WAIT_GROWTH_S:
+            return quote
+        self._waits.pop(question.request_id, None)
+        self.bookings.add(question, quote.cached_tokens)
+        return None
+
+    @property
+    def _costs_of_memory(self) -> MemoryCosts:
+        return self._needs.costs
+
+    # Seconds until the prompt is begun
+
+    def _prompts_s(self, question: Question, prompt_s: float, load: EngineLoad, ahead: Sequence[PromptLeft]) -> float:
+        """Return the seconds of the prompts that are computed first.
+
+        As Admission decides: a prompt that is much shorter than those in progress passes them, except for the share of
+        the oldest, and any queued prompt that is not as short. Any other prompt waits for all that rank before it.
+        """
+        config = self._config.scheduler
+        rank = queue_rank(config, self._clock(), question.num_tokens, question.priority)
+        before = [self._left_s(one) for one in ahead if one.rank <= rank]
+        if config.policy == "priority":
+            progress = [self._left_s(one) for one in load.in_progress if one.priority <= question.priority]
+        else:
+            progress = [self._left_s(one) for one in load.in_progress]
+        if progress and prompt_s <= (short_s := SHORT_PART * min(progress)):
+            before_s = sum(seconds for seconds in before if seconds <= short_s)
+            before_s += min(progress[0], OLDEST_WAIT_SHARE * (prompt_s + before_s))
+        else:
+            before_s = sum(before) + sum(progress)
+        if load.num_queued > len(load.queued):
+            before_s *= 1 + (load.num_queued - len(load.queued)) / max(len(before), 1)
+        return self._beside_rows(before_s, load)
+
+    def _left_s(self, prompt: PromptLeft) -> float:
+        return prompt.images_s + self._costs.prompt_s(prompt.start, prompt.end)
+
+    def _beside_rows(self, seconds: float, load: EngineLoad) -> float:
+        """Return how long prompts of so many seconds take while rows decode between their chunks.
+
+        The rows of now have ended after the usual answer.
+        """
+        costs, num_rows = self._costs, load.num_decoding
+        step_s, token_s = costs.step_s(num_rows, load.drafts), costs.token_s(num_rows)
+        if not num_rows or step_s is None or token_s is None:
+            return seconds
+        chunk_s = costs.chunk_s(self._config.prefill_chunk_tokens_busy, 0)
+        chunk_s = max(min(self._config.scheduler.max_stall_s, chunk_s), 1e-6)
+        return seconds + min(seconds * step_s / chunk_s, load.answer_tokens * token_s)
+
+    def _rows_s(self, question: Question, load: EngineLoad, ahead: Sequence[PromptLeft]) -> float:
+        """Return the seconds until enough rows have ended, where the decode batch or its memory is full."""
+        num_rows = load.num_decoding + sum(one.num_rows for one in load.in_progress)
+        token_s = self._costs.token_s(num_rows)
+        if not num_rows or token_s is None:
+            return 0.0
+        waiting = load.num_queued - len(load.queued) + sum(one.num_rows for one in ahead)
+        missing = num_rows + waiting + question.num_choices - self._config.max_running
+        lengths = [(one.end, one.num_rows) for one in ahead]
+        wanted = sum(self._row_bytes(*length) for length in [*lengths, (question.num_tokens, question.num_choices)])
+        missing_bytes = load.reserved_bytes + wanted - self._needs.request_bytes
+        share = max(missing / num_rows, missing_bytes / max(load.reserved_bytes, 1))
+        return max(0.0, share) * load.answer_tokens * token_s
+
+    def _row_bytes(self, num_tokens: int, num_rows: int = 1) -> int:
+        costs = self._costs_of_memory
+        return num_rows * costs.rows(1, costs.slots(num_tokens))
+
+    # What its place costs
+
+    def _slowdown_s(self, question: Question, load: EngineLoad, ahead: Sequence[PromptLeft]) -> float:
+        num_others = load.num_decoding + sum(one.num_rows for one in (*load.in_progress, *ahead))
+        num_rows = min(num_others + question.num_choices, self._config.max_running)
+        token_s, alone_s = self._costs.token_s(num_rows), self._costs.token_s(1)
+        if token_s is None or alone_s is None:
+            return 0.0
+        num_tokens = min(load.answer_tokens, question.max_tokens or load.answer_tokens)
+        return max(0.0, token_s - alone_s) * num_tokens
+
+    def _crowding_s(self, question: Question, bookings: Sequence[Booking]) -> float:
+        """Return the seconds that conversations lose in turns to come if one more lives here; 0 for a resident.
+
+        The residents, at the lengths that they may reach, and one working row share the room. The newcomer costs the
+        part of it that does not fit, computed again in each turn to come.
+        """
+        residents, prefixes = self._recorder.residents, self._recorder.prefixes
+        if not self._is_caching or question.keys.conversation in residents:
+            return 0.0
+        newcomers = {
+            one.question.keys.conversation: one.question
+            for one in bookings
+            if one.question.keys.conversation not in residents
+        }
+        newcomers.pop(question.keys.conversation, None)
+        figures, costs = residents.figures, self._costs_of_memory
+        num_tokens = list(figures.num_tokens)
+        for one in newcomers.values():
+            for index, length in enumerate(residents.reach(one.num_tokens)):
+                num_tokens[index] += length - prefixes.num_system_tokens(one.keys)
+        num_system = min(prefixes.num_system_tokens(question.keys), question.num_tokens)
+        state_bytes = NUM_STATES * costs.fixed()
+        others_bytes = (figures.num_residents + len(newcomers)) * state_bytes
+        shares = 0.0
+        for tokens, length in zip(num_tokens, lengths := residents.reach(question.num_tokens), strict=True):
+            own = (length - num_system) * costs.token_bytes + state_bytes
+            used = tokens * costs.token_bytes + others_bytes + self._row_bytes(int(length))
+            shares += min(1.0, max(0.0, used + own - self._needs.request_bytes) / own)
+        again_s = self._costs.prompt_s(num_system, question.num_tokens)
+        return shares / len(lengths) * again_s * figures.turns_to_come
+
+
+def _booked(booking: Booking) -> PromptLeft:
+    question = booking.question
+    end = max(question.num_tokens, 1)
+    return PromptLeft(min(booking.num_cached, end - 1), end, question.num_choices, question.priority, float("-inf"))
