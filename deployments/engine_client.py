@@ -229,9 +229,12 @@ class EngineClient:
             log.info("the engine on node %s did not tell the timeline of %s: %r", node_id, request_id, error)
             return ()
 
-    async def leave(self, node_id: str) -> SilentEngine | None:
-        """Let the engine on a node give all its answers to others. Returns it if it does not confirm that."""
-        said = await self._ask("leave", node_id)
+    async def leave(self, node_id: str, is_back: bool) -> SilentEngine | None:
+        """Let the engine on a node give all its answers to others, or take requests again.
+
+        Returns it if it does not confirm that.
+        """
+        said = await self._ask("come_back" if is_back else "leave", node_id)
         return said if isinstance(said, SilentEngine) else None
 
     async def ask_all(self, method: str, node_ids: Iterable[str]) -> tuple[list[EngineAnswer[Any]], list[SilentEngine]]:

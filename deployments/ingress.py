@@ -377,15 +377,14 @@ class Ingress:
     async def clear_cache(self) -> dict[str, Any]:
         return cleared_body(*await self._client.ask_all("clear_cache", await engine_node_ids()))
 
-    async def drain_node(self, node_id: str) -> None:
+    async def drain_node(self, node_id: str, is_back: bool = False) -> None:
         nodes = await engine_node_ids()
         if node_id not in nodes:
             raise NodeNotFound(node_id)
-        if len(nodes) == 1:
+        if len(nodes) == 1 and not is_back:
             raise Unavailable("The only node with an engine cannot be drained: stop the server instead.")
-        silent = await self._client.leave(node_id)
-        if silent is not None:
-            raise Unavailable(f"The engine on node {node_id} could not be drained: {silent.reason}.")
+        if (silent := await self._client.leave(node_id, is_back)) is not None:
+            raise Unavailable(f"The engine on node {node_id} did not confirm it: {silent.reason}.")
 
     async def not_ready(self) -> str | None:
         if self.in_flight.is_draining:

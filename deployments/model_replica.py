@@ -122,6 +122,11 @@ class ModelReplica:
         log.info("this node is drained: its answers go on elsewhere")
         return _from_here(await self._engine.move_all())
 
+    async def come_back(self) -> EngineAnswer[None]:
+        """Take new requests again after `leave`."""
+        log.info("this node is no longer drained")
+        return _from_here(self._engine.take_requests())
+
     async def check_health(self) -> None:
         self._engine.check_health()
 

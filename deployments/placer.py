@@ -22,8 +22,11 @@ from engine.placement import Question, Quote
 log = logging.getLogger("ray.serve")
 
 QUOTE_TIMEOUT_S, BEHIND_FIRST_S = 0.25, 0.05
-"""Longest wait for quotes, and for the others after the first one. An engine answers between two events of its loop,
-also while its device is busy."""
+"""Longest wait for the first quote, and for the others after it. An engine answers between two events of its loop, also
+while its device is busy."""
+
+LIKELY_TIMEOUT_S = 1.0
+"""Longest wait for the quote of the node where a conversation belongs: elsewhere its prefix may take minutes."""
 
 LATE_ANSWER_S = 10.0
 """How long a late answer is waited for, in the background: it shows that the node is there again."""
@@ -105,7 +108,9 @@ class Placer:
         if len(set(self._placement.node_ids) - set(without)) < 2:
             return None
         question, asked_s = self._question(request, route), self._clock()
-        quotes = await self._quotes(self._placement.candidates(question, without), question)
+        candidates = self._placement.candidates(question, without)
+        last = self._placement.last(question)
+        quotes = await self._quotes(candidates, question, last if last in candidates else candidates[0])
         if more := self._placement.more(question, quotes, without):
             quotes |= await self._quotes(more, question)
         if (node_id := await self._book(question, quotes, asked_s)) is None:
@@ -131,10 +136,10 @@ class Placer:
             request.priority,
         )
 
-    async def _quotes(self, node_ids: Iterable[str], question: Question) -> dict[str, Quote | None]:
-        """Ask nodes for their quotes; None for those that do not answer in time."""
+    async def _quotes(self, node_ids: Iterable[str], question: Question, likely: str = "") -> dict[str, Quote | None]:
+        """Ask nodes for their quotes; None for those that do not answer in time. likely: where the request belongs."""
         asked = list(node_ids)
-        heard = await self._hear(asked, "quote", question)
+        heard = await self._hear(asked, "quote", question, likely=likely)
         return {node_id: heard.get(node_id) for node_id in asked}
 
     async def _book(self, question: Question, quotes: dict[str, Quote | None], asked_s: float) -> str | None:
@@ -176,16 +181,25 @@ class Placer:
                 found[own.node_id] = replace(quote, wait_s=quote.wait_s + own.prefill_s)
         return found
 
-    async def _hear(self, node_ids: Iterable[str], method: str, *args: Any) -> dict[str, Any]:
+    async def _hear(self, node_ids: Iterable[str], method: str, *args: Any, likely: str = "") -> dict[str, Any]:
         """Ask the engines of nodes; return the answers of those that answer in time.
 
         Nodes that did not answer their last question are waited for only if no other is asked.
+
+        Args:
+            node_ids: The nodes.
+            method: Method of the engines.
+            args: Its arguments.
+            likely: A node that is waited for longer than for others after the first answer; '' for none.
         """
         asked = {node_id: asyncio.ensure_future(self._ask(node_id, method, *args)) for node_id in node_ids}
         waited = [task for node_id, task in asked.items() if node_id not in self._silent] or list(asked.values())
+        began_s = self._clock()
         done, left = await asyncio.wait(waited, timeout=QUOTE_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
         if done and left:
-            await asyncio.wait(left, timeout=BEHIND_FIRST_S)
+            _, left = await asyncio.wait(left, timeout=BEHIND_FIRST_S)
+        if asked.get(likely) in left:
+            await asyncio.wait([asked[likely]], timeout=max(0.0, began_s + LIKELY_TIMEOUT_S - self._clock()))
         self._silent |= {node_id for node_id, task in asked.items() if not task.done()}
         return {node_id: task.result() for node_id, task in asked.items() if task.done() and not task.exception()}
 

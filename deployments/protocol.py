@@ -435,8 +435,12 @@ class Backend(Protocol):
         """Clear the prefix caches of all engines except pinned entries. Returns the body of `DELETE /v1/cache`."""
         ...
 
-    async def drain_node(self, node_id: str) -> None:
+    async def drain_node(self, node_id: str, is_back: bool = False) -> None:
         """Let the engine of a node take no new request, and move its open ones to the others.
+
+        Args:
+            node_id: The node.
+            is_back: Whether the engine takes requests again instead.
 
         Raises:
             NodeNotFound: No node with this id has an engine.

@@ -85,7 +85,7 @@ class AsyncEngine:
         self._grammars = GrammarCompilers(config)
         self._pinned = PinnedPrompts(config, self.generate, self.cache_status)
         self._load_progress = 0.0
-        self._is_draining = False
+        self._is_draining = self._has_left = False
         self._thread = AsyncDeviceThread("the engine", self._make_core, self._end_streams, self._warm_up)
         self._watchdog = Watchdog(config, self._thread)
         self._thread.start()
@@ -333,7 +333,7 @@ class AsyncEngine:
                 self._thread.submit(lambda core, key=key: core.abort(key))
 
     async def move_all(self) -> None:
-        """End all open choices with MOVED and reject new requests, as while draining; `drain` may follow.
+        """End all open choices with MOVED, and reject new requests until `take_requests`; `drain` may follow.
 
         A choice has the tokens of its chunks, and another engine continues it from them (EngineRequest.progress). The
         states of its row and of its prompt stay in the prefix cache, where there is room. Returns once that is done.
@@ -341,10 +341,14 @@ class AsyncEngine:
         Raises:
             EngineFailed: The engine is not ready, or failed.
         """
-        self._is_draining = self._watchdog.ignores_memory = True
+        self._has_left = True
         for key in self._compiling:
             self._streams[key].end(FinishReason.MOVED)
         await self._thread.call(lambda core: core.move_all())
+
+    def take_requests(self) -> None:
+        """Accept new requests again after `move_all`."""
+        self._has_left = False
 
     async def shutdown(self, timeout_s: float = 30.0) -> None:
         """Stop after the running step; open streams end with ERROR."""
@@ -355,12 +359,14 @@ class AsyncEngine:
     @property
     def _unavailable(self) -> str | None:
         """Why new requests are rejected although the engine is ready; None if they are accepted."""
-        return "the engine is shutting down" if self._is_draining else self._watchdog.shortage
+        if self._is_draining:
+            return "the engine is shutting down"
+        return "this node is drained" if self._has_left else self._watchdog.shortage
 
     def _refusal(self, question: Question) -> Refusal | None:
         """Why the engine cannot take a request; None if it can as far as is known without its work."""
         core = self._thread.worker
-        if self._is_draining:
+        if self._is_draining or self._has_left:
             return "draining"
         if core is None or self._thread.state != "ready" or self._unavailable is not None:
             return "not_ready"

@@ -99,6 +99,11 @@ class Connection:
         with self._ask("POST", path, body) as answer:
             return _json(answer.read(), self.url, path)
 
+    def delete(self, path: str) -> Any:
+        """Return the JSON value that answers a DELETE. Raises Unreachable, Refused."""
+        with self._ask("DELETE", path) as answer:
+            return _json(answer.read(), self.url, path)
+
     def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
         """Yield the events that answer a JSON body with `stream`. Raises Unreachable, Refused.
 

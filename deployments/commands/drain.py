@@ -1,4 +1,4 @@
-"""Drain a node: its answers go on at the other nodes, and it takes no new requests until its engine starts again."""
+"""Drain a node: its answers go on at the other nodes, and it takes no new requests until it is told otherwise."""
 
 import argparse
 
@@ -12,6 +12,7 @@ MIN_ID_CHARS = 4
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
     connection.add_arguments(parser)
+    parser.add_argument("--undo", action="store_true", help="let the node take requests again")
     parser.add_argument("node", help="id of the node as in `orchard nodes`, or its first characters")
 
 
@@ -19,6 +20,10 @@ def run(options: argparse.Namespace) -> int:
     """Run the verb; return its exit status."""
     server = connection.connection_of(options)
     node_id = _whole(options.node, node_ids(server))
+    if options.undo:
+        server.delete(f"/v1/nodes/{node_id}/drain")
+        say(f"Node {node_id} takes requests again.")
+        return 0
     server.post(f"/v1/nodes/{node_id}/drain", {})
     say(f"Node {node_id} is drained: its answers go on elsewhere, and it takes no new requests.")
     return 0

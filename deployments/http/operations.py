@@ -22,9 +22,12 @@ class Operations:
         app.add_route("/v1/cache", guard(self.cache), ["GET", "DELETE"])  # one route, for a whole Allow header
         describe("/v1/cache", "GET", None, "Show the prefix caches of all engines.")
         describe("/v1/cache", "DELETE", None, "Empty the prefix caches; an administrative request.")
-        app.add_route("/v1/nodes/{id}/drain", guard(self.drain), ["POST"])
+        app.add_route("/v1/nodes/{id}/drain", guard(self.drain), ["POST", "DELETE"])
         describe(
             "/v1/nodes/{id}/drain", "POST", None, "Move all answers of a node to others; an administrative request."
+        )
+        describe(
+            "/v1/nodes/{id}/drain", "DELETE", None, "Let a drained node take requests again; an administrative request."
         )
         app.add_route("/health/live", guard(self.live), ["GET"])
         describe("/health/live", "GET", None, "Tell whether the process answers.")
@@ -43,10 +46,10 @@ class Operations:
 
     async def drain(self, request: Request) -> Response:
         if not request.state.is_administrative:
-            raise AdministratorOnly("POST /v1/nodes/{id}/drain")
-        id = request.path_params["id"]
-        await self._context.backend.drain_node(id)
-        return JSONResponse({"id": id, "object": "node.drain", "draining": True})
+            raise AdministratorOnly(f"{request.method} /v1/nodes/{{id}}/drain")
+        id, is_back = request.path_params["id"], request.method == "DELETE"
+        await self._context.backend.drain_node(id, is_back)
+        return JSONResponse({"id": id, "object": "node.drain", "draining": not is_back})
 
     async def status(self, request: Request) -> Response:
         return JSONResponse(await status_of(self._context, request))

@@ -109,8 +109,13 @@ class Placement:
         return [*chosen, *([self._random.choice(left)] if left else [])]
 
     def choose(self, question: Question, quotes: Mapping[str, Quote | None]) -> str | None:
-        """Return the node for the request; None if every node refuses it. See the function `choose`."""
-        return choose(quotes, self.last(question))
+        """Return the node for the request; None if every node refuses it. See the function `choose`.
+
+        The conversation's last node is the one that has most of it cached by its own account, as other ingresses may
+        have placed it, else the one that this ingress remembers.
+        """
+        last = self.last(question)
+        return choose(quotes, _residence(quotes, last) or last)
 
     def placed(self, question: Question, node_id: str) -> None:
         """Remember the node of a request's conversation."""
@@ -166,6 +171,17 @@ def weights(nodes: Collection[NodeFacts]) -> dict[str, float]:
     paces = [node.pace_s for node in nodes if node.pace_s]
     room, pace = median(rooms) if rooms else 1.0, median(paces) if paces else 1.0
     return {node.node_id: 2.0 / (room / (node.room_bytes or room) + (node.pace_s or pace) / pace) for node in nodes}
+
+
+def _residence(quotes: Mapping[str, Quote | None], last: str | None) -> str | None:
+    """Return the node where the conversation lives by its own account; None if there is none.
+
+    Args:
+        quotes: See `choose`.
+        last: The node that is preferred among equal ones.
+    """
+    cached = {node: quote.cached_tokens for node, quote in quotes.items() if quote is not None and quote.is_resident}
+    return max(cached, key=lambda node: (cached[node], node == last), default=None)
 
 
 def _context(node: NodeFacts) -> float:

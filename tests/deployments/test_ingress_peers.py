@@ -17,6 +17,7 @@ from deployments.args import AppArgs
 from deployments.cached_call import CachedCall
 from deployments.in_flight import InFlightRequest
 from deployments.ingress import Ingress
+from deployments.protocol import ChatRequest
 from engine.config import EngineConfig
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import Overloaded, Unavailable

@@ -129,3 +129,13 @@ def test_busier_nodes_get_fewer_conversations_of_a_burst():
         counts[node] += 1
         placement.placed(question(number), node)
     assert max(counts.values()) <= 15, "of 10 on average"
+
+
+def test_a_conversation_stays_where_it_lives_although_this_ingress_has_not_seen_it():
+    placement = Placement()
+    placement.update([NodeFacts(node_id) for node_id in "abc"])
+    question = Question("r", ConversationKeys(1, 2, (3,)), 1000)
+    here = Quote(cached_tokens=900, prefill_s=0.5, is_resident=True)
+    before = Quote(cached_tokens=500, prefill_s=0.4, is_resident=True)
+    assert placement.choose(question, {"a": Quote(prefill_s=0.1), "b": before, "c": here}) == "c"
+    assert placement.choose(question, {"a": Quote(prefill_s=0.1), "c": Quote(wait_s=9, is_resident=True)}) == "a"
