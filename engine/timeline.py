@@ -131,8 +131,8 @@ class RowTimeline:
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds from the arrival of the HTTP request to the first token of this engine; None without any."""
-        return None if self.first_token_s is None else self.spent_s + self.first_token_s
+        """Seconds from the arrival of the HTTP request to the first token; None without any or from another engine."""
+        return None if self.first_token_s is None or self.num_resumed else self.spent_s + self.first_token_s
 
     @property
     def per_token_s(self) -> float | None:

@@ -99,7 +99,7 @@ class RequestFigures:
         self.decode_s.observe(timeline.seconds_in(Decoded))
         self.inference_s.observe(timeline.seconds_in(Prefilled, Decoded))
         self.stalled_s.observe(timeline.stalled_s)
-        if timeline.wait_s is not None and not timeline.num_resumed:
+        if timeline.wait_s is not None:
             self.first_token_s.observe(timeline.wait_s)
         if timeline.per_token_s is not None:
             self.per_token_s.observe(timeline.per_token_s)

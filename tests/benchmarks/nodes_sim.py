@@ -34,6 +34,7 @@ import numpy as np
 
 from deployments.placement.place import NodeFacts, Placement
 from deployments.placement.rendezvous import Rendezvous
+from engine.core.engine_core import EngineCore
 from engine.placement import ConversationKeys, Question
 from engine.protocol import FinishReason, TokenChunk
 from tests.benchmarks.agents_sim import OPEN_TOKENS, Agents
@@ -112,7 +113,10 @@ class Cluster:
 
     def run(self) -> None:
         """Until no request is open and none will come."""
-        with patch("engine.core.engine_core.FIGURES_PERIOD_S", FIGURES_PERIOD_S):
+        with (
+            patch("engine.core.engine_core.FIGURES_PERIOD_S", FIGURES_PERIOD_S),
+            patch.object(EngineCore, "_device_s", _device_s),
+        ):
             while True:
                 busy = min((one for one in self.nodes.values() if one.core.has_work), key=_now, default=None)
                 next_s = self._events[0][0] if self._events else MAX_S
@@ -174,6 +178,11 @@ class Cluster:
             keys = replace(before, turns=(whole, *before.turns)[:MAX_TURN_KEYS])
         self._keys[ask.conversation] = keys
         return keys
+
+
+def _device_s(core: EngineCore, began_s: float, in_flight_s: float) -> float:
+    """Replace EngineCore._device_s: the simulated device has ended its decode step when a chunk begins."""
+    return core._clock() - began_s
 
 
 def _now(node: Node) -> float:

@@ -113,10 +113,12 @@ class LoadRecorder:
         """Publish the engine's work as it is now."""
         scheduler, before = self._scheduler, self.load
         prefills, entries = scheduler.prefills, scheduler.queued
-        if entries == self._entries:
+        if len(entries) == before.num_queued and entries[:MAX_QUEUED] == self._entries:
             queued = before.queued
         else:
-            self._entries, queued = entries.copy(), tuple(map(self._queued, entries[:MAX_QUEUED]))
+            known = dict(zip(map(id, self._entries), before.queued, strict=False))  # the list keeps the ids' owners
+            self._entries = entries[:MAX_QUEUED]
+            queued = tuple(known.get(id(entry)) or self._queued(entry) for entry in self._entries)
         if (num_rows := scheduler.num_running) != self._num_rows or queued is not before.queued:
             self._num_rows, self._reserved_bytes = num_rows, scheduler.budget.reserved_bytes
         self.load = EngineLoad(
