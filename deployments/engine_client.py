@@ -324,7 +324,7 @@ class EngineClient:
             continued = plan.request
             if continued.images:
                 continued = replace(continued, images=(await self._plan(request, route, slot, attempt)).request.images)
-            return await self._open(resources, slot, replace(continued, progress=progress))
+            return await self._open(resources, slot, replace(continued, progress=progress, spent_s=current().spent_s))
 
     async def _place(
         self, request: ChatRequest, route: Route, attempt: PlacementAttempt, without: Collection[str] = ()

@@ -3,6 +3,7 @@
 A node that is killed resets its connections. One that is cut off does not: whoever waits for it must notice by itself.
 """
 
+import itertools
 import json
 import os
 import secrets
@@ -203,17 +204,18 @@ def test_each_deployment_has_one_replica_on_each_node_and_no_planner_loads_mlx(n
 def test_both_nodes_give_the_same_answers_over_http(nodes: TwoNodes):
     picture = about("What is in the image?", image_part(shape("red", "circle")))
     for messages in (QUESTION, picture):
-        asked = [
-            node.ask(messages, stream=stream, prompt_cache_key=f"session {i}")
-            for node in (nodes.near, nodes.far)
-            for stream in (False, True)
-            for i in range(4)
-        ]
-        answers = [future.result(timeout=ANSWER_TIMEOUT_S) for future in asked]
+        answers: list[Answer] = []
+        while len({answer.node_id for answer in answers}) < 2:
+            assert len(answers) < 64, "one node gets all of them"
+            asked = [
+                node.ask(messages, stream=stream, prompt_cache_key=f"session {len(answers)} {i}")
+                for node in (nodes.near, nodes.far)
+                for stream in (False, True)
+                for i in range(3)
+            ]
+            answers += [future.result(timeout=ANSWER_TIMEOUT_S) for future in asked]
         assert {answer.status for answer in answers} == {200}, [answer.error for answer in answers]
         assert len({(answer.text, answer.finish_reason) for answer in answers}) == 1 and answers[0].text
-    status = nodes.near.get("/v1/status")
-    assert all(engine_of(status, node)["num_finished"] > 0 for node in (nodes.near, nodes.far))
 
 
 def test_a_request_at_one_node_is_cancelled_at_the_other(nodes: TwoNodes):
@@ -238,20 +240,24 @@ def test_turns_of_a_conversation_stay_where_its_prefix_is_cached_whichever_node_
     with ThreadPoolExecutor(4) as threads:
         talks = list(threads.map(talk, range(12)))
     assert {answer.status for answers in talks for answer in answers} == {200}
-    for answers in talks:
-        assert len({answer.node_id for answer in answers}) == 1, "one node per conversation"
-        assert all(answer.num_cached > 60 for answer in answers[1:]), "more than the system part, from the turn before"
+    turns = [turn for answers in talks for turn in itertools.pairwise(answers)]
+    stayed = [after for before, after in turns if before.node_id == after.node_id]
+    assert len(stayed) >= 0.8 * len(turns), "a node that does not answer in time is not waited for"
+    assert all(answer.num_cached > 60 for answer in stayed), "more than the system part, from the turn before"
     assert {answers[0].node_id for answers in talks} == {nodes.near.node_id, nodes.far.node_id}, "both have some"
 
 
 def running_streams(nodes: TwoNodes) -> list["Future[Answer]"]:
     """Start streams of different conversations, and return when both nodes answer some."""
-    streams = [nodes.near.ask(counting(i), stream=True, **LONG) for i in range(8)]
-    running = nodes.near.asked[-8:]
-    wait_until(lambda: all(answer.num_events > 2 for answer in running), ANSWER_TIMEOUT_S)
-    status = nodes.near.get("/v1/status")
-    assert all(engine_of(status, node)["num_running"] > 0 for node in (nodes.near, nodes.far)), "each answers some"
-    return streams
+    streams: list[Future[Answer]] = []
+    while True:
+        streams += [nodes.near.ask(counting(len(streams) + i), stream=True, **LONG) for i in range(4)]
+        running = nodes.near.asked[-4:]
+        wait_until(lambda asked=running: all(answer.num_events > 2 for answer in asked), ANSWER_TIMEOUT_S)
+        status = nodes.near.get("/v1/status")
+        if all(engine_of(status, node)["num_running"] > 0 for node in (nodes.near, nodes.far)):
+            return streams
+        assert len(streams) < 24, "one node gets all of them"
 
 
 def counting(number: int) -> list[dict[str, Any]]:
