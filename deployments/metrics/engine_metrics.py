@@ -212,6 +212,13 @@ QUEUE_METRICS = (
         engine_value(lambda engine: engine.status.num_expired),
     ),
     Metric(
+        "orchard:moved_choices",
+        "counter",
+        "",
+        "Choices that this engine gave to others because it was drained or stopped.",
+        engine_value(lambda engine: engine.status.num_moved),
+    ),
+    Metric(
         "orchard:grammar_time_seconds",
         "histogram",
         "seconds",

@@ -33,7 +33,7 @@ MAX_GROWTH = 48 * MIB
 arenas for later, in holes: with a small cache for reuse their sum is soon what it will be, but for 15 MiB more or
 less."""
 MLX_CACHE_MB = 64
-COUNTERS = ("num_finished", "num_aborted", "num_failed", "num_expired")
+COUNTERS = ("num_finished", "num_aborted", "num_failed", "num_expired", "num_moved")
 
 
 @dataclass(frozen=True)
