@@ -39,7 +39,18 @@ from engine.placement import ConversationKeys, Question
 from engine.protocol import FinishReason, TokenChunk
 from tests.benchmarks.agents_sim import OPEN_TOKENS, Agents
 from tests.benchmarks.measure import heading, percentile, provenance, table
-from tests.benchmarks.sim_runner import FIGURES_PERIOD_S, MACHINES, MAX_S, STOP, VOCAB_SIZE, Ask, Machine, Simulation
+from tests.benchmarks.sim_runner import (
+    FIGURES_PERIOD_S,
+    GIB,
+    MAC_4B,
+    MACHINES,
+    MAX_S,
+    STOP,
+    VOCAB_SIZE,
+    Ask,
+    Machine,
+    Simulation,
+)
 from tests.support.clock import Clock
 
 ARMS = ("calls", "hash", "quotes")
@@ -193,6 +204,21 @@ def _hash(token_ids: np.ndarray) -> int:
     return int.from_bytes(blake2b(np.ascontiguousarray(token_ids).data, digest_size=8).digest(), "little")
 
 
+def faster(machine: Machine, name: str, memory_bytes: int, factor: float) -> Machine:
+    """Return a machine that is faster in everything, with so much memory."""
+    figures = ("chunk_s", "token_s", "pair_s", "weights_s", "row_s", "draft_s")
+    seconds = {figure: getattr(machine, figure) / factor for figure in figures}
+    return replace(machine, name=name, memory_bytes=memory_bytes, bandwidth=factor * machine.bandwidth, **seconds)
+
+
+UNLIKE = {
+    MAC_4B: 1,
+    faster(MAC_4B, "4B-4bit/64GB", 48 * GIB, 4.0): 4,
+    faster(MAC_4B, "4B-4bit/512GB", 384 * GIB, 8.0): 8,
+}
+"""Unlike Macs with one model, and the agents that keep each of them busy."""
+
+
 @dataclass(frozen=True)
 class Scenario:
     """Nodes and the agents that work on them."""
@@ -275,6 +301,27 @@ def line(name: str, found: Sequence[dict[str, Any]], one_node: float) -> list[st
     ]
 
 
+SHARE_COLUMNS = ("arm", "machine", "alone, turns/h", "share", "share of the requests beside the others", "off by")
+
+
+def shares(arms: Sequence[str], seeds: Sequence[int], turns: int) -> list[list[str]]:
+    """Return the rows of the table of unlike nodes: of all requests, each gets the share that it answers alone."""
+    alone = [figures(Scenario((one,), num, turns), "quotes", seeds[0])["turns_per_h"] for one, num in UNLIKE.items()]
+    rows = []
+    for arm in arms:
+        together = Scenario(tuple(UNLIKE), sum(UNLIKE.values()), turns)
+        found = [figures(together, arm, seed) for seed in seeds]
+        placed = np.array([[each["placed"].get(f"node{i}", 0) for i in range(len(UNLIKE))] for each in found])
+        got = placed.sum(axis=0) / placed.sum()
+        turns_per_h = float(np.mean([each["turns_per_h"] for each in found]))
+        for machine, one, part in zip(UNLIKE, alone, got, strict=True):
+            share = one / sum(alone)
+            off = f"{100 * (part / share - 1):+.0f} %"
+            rows.append([arm, machine.name, f"{one:.0f}", f"{100 * share:.0f} %", f"{100 * part:.0f} %", off])
+        rows.append([arm, "all", f"{sum(alone):.0f}", "", f"{turns_per_h:.0f} turns/h", ""])
+    return rows
+
+
 def seeds_of(text: str) -> list[int]:
     first, _, last = text.partition("-")
     return list(range(int(first), int(last or first) + 1))
@@ -290,10 +337,15 @@ def main() -> int:
     parser.add_argument("--arm", choices=ARMS, action="append", help="default: all")
     parser.add_argument("--seeds", type=seeds_of, default=[0], help="such as 0-2")
     parser.add_argument("--turns", type=int, default=12, help="of each agent's conversation")
+    parser.add_argument("--unlike", action="store_true", help="a 16, a 64 and a 512 GB Mac: each alone, then together")
     parser.add_argument("--one-node", type=float, help="turns/h of one node with its share of the agents")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     rows, report, machine = [], [], MACHINES[args.machine]
+    if args.unlike:
+        print(heading(f"nodes_sim --unlike, {args.turns} turns, seeds {args.seeds}, virtual seconds"))
+        print(table(SHARE_COLUMNS, shares(args.arm or list(ARMS), args.seeds, args.turns)))
+        return 0
     for num_nodes, num_agents in zip(args.nodes or [2], args.agents or [8], strict=True):
         for arm in args.arm or ARMS:
             scenario = Scenario((machine,) * num_nodes, num_agents, args.turns)
