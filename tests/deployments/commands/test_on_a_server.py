@@ -153,6 +153,17 @@ def test_ps_shows_nodes_memory_and_slow_requests(orchard: Orchard, url: tuple[st
     assert found["status"]["ready"] and found["requests"][0]["seconds"] > 0
 
 
+def test_nodes_lists_the_engines_and_an_unknown_node_is_not_drained(orchard: Orchard, url: tuple[str, str]):
+    status, out, _ = orchard("nodes", *url)
+    assert status == 0 and f"0/{MAX_RUNNING}" in out and "ready" in out
+    (engine,) = json.loads(orchard("nodes", "--json", *url)[1])
+    assert engine["engine"]["state"] == "ready"
+    status, out, err = orchard("drain", "abcdef", *url)
+    assert (status, out) == (1, "") and "0 nodes have an id that begins with 'abcdef'" in err
+    assert orchard("drain", "abc", *url)[0] == 1
+    assert orchard("drain", *url)[0] == 2
+
+
 def test_ps_shows_the_queue(orchard: Orchard, url: tuple[str, str], graph_server: GraphServer):
     question = [{"role": "user", "content": "Tell me a story."}]
     body = {"model": "demo", "messages": question, "max_tokens": 150, "n": MAX_RUNNING, "ignore_eos": True}

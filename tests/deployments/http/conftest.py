@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from deployments.http.app import create_app
 from deployments.http.config import HttpConfig
+from deployments.http.errors import NodeNotFound
 from deployments.http_figures import HttpFigures
 from deployments.in_flight import InFlight
 from deployments.metrics.catalog import METRICS
@@ -65,6 +66,7 @@ class FakeBackend:
         self.generations: list[FakeGeneration] = []
         self.num_starts_cancelled = 0
         self.num_entries = 4
+        self.drained = {"node-1": False}
         self.capacity = 256
         self.in_flight = InFlight(lambda: self.capacity, max_choices=128)
         self.timelines = Timelines()
@@ -134,6 +136,11 @@ class FakeBackend:
     async def clear_cache(self) -> dict[str, Any]:
         num_entries, self.num_entries = self.num_entries, 0
         return {"cleared": {"entries": num_entries}}
+
+    async def drain_node(self, node_id: str, is_back: bool = False) -> None:
+        if node_id not in self.drained:
+            raise NodeNotFound(node_id)
+        self.drained[node_id] = not is_back
 
     async def not_started(self) -> str | None:
         return await self.not_ready()
