@@ -696,6 +696,8 @@ class Simulation:
 
     def _published(self, chunks: Chunks) -> None:
         for row_id, chunk in chunks.items():
+            if chunk.finish_reason is FinishReason.ABORT:  # the client's own wish
+                continue
             request_id = row_id.rpartition("/")[0]
             ask, then = self._open[request_id]
             if chunk.token_ids and not ask.output:
