@@ -586,7 +586,13 @@ def test_answer_goes_on_at_another_engine_with_the_tokens_that_the_client_has(en
 
 def test_choices_that_have_ended_are_not_generated_again():
     plan = replace(PLAN, request=replace(PLAN.request, num_choices=3))
-    first = [TokenChunk((1,)), TokenChunk((5,), index=1), replace(LAST, index=2), TokenChunk((2,)), ActorDiedError()]
+    first: list[Item] = [
+        TokenChunk((1,)),
+        TokenChunk((5,), index=1),
+        replace(LAST, index=2),
+        TokenChunk((2,)),
+        ActorDiedError(),
+    ]
     graph = Resumed(streams=[first, [replace(LAST, index=1), LAST]], plans=[plan])
     assert answer(graph) == [1, 5, 3, 2, 3, 3]
     assert graph.sent[1].progress == (Progress((1, 2)), Progress((5,)), Progress((3,), is_finished=True))
