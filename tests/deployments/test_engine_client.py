@@ -601,7 +601,7 @@ def test_choices_that_have_ended_are_not_generated_again():
 def test_a_draining_engine_keeps_the_choices_that_it_still_finishes():
     """Each choice is given up at the end of a step; the answer moves when no other one is left there."""
     plan = replace(PLAN, request=replace(PLAN.request, num_choices=2))
-    first = [TokenChunk((1,)), moved(2), TokenChunk((5,), index=1), moved(6, index=1)]
+    first: list[Item] = [TokenChunk((1,)), moved(2), TokenChunk((5,), index=1), moved(6, index=1)]
     graph = Resumed(streams=[first, [LAST, replace(LAST, index=1)]], plans=[plan])
     assert answer(graph) == [1, 2, 5, 6, 3, 3]
     assert graph.sent[1].progress == (Progress((1, 2)), Progress((5, 6)))
