@@ -40,6 +40,8 @@ class Resident:
     """Tokens of its system part."""
     num_turns: int
     seen_s: float
+    own_tokens: tuple[float, ...] = ()
+    """What it counts for in ResidentFigures.num_tokens, without its system part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +72,32 @@ class Residents:
         self._final_lengths: list[int] = []  # ascending
         self._oldest_lengths: list[int] = []  # the same in the order of their ends
         self._turns, self._num_ended = 0.0, 0.0  # fading sums
+        self._sums = [0.0] * len(GROWTH)  # of own_tokens
+        self._systems: dict[int, list[int]] = {}  # key of a system part -> its residents, its tokens
+        self._system_tokens = 0
 
     def arrived(self, keys: ConversationKeys, num_tokens: int, system_tokens: int) -> None:
         """Note a turn whose prompt has so many tokens."""
-        resident = self._residents.get(keys.conversation)
-        num_turns = 1 if resident is None else resident.num_turns + 1
-        self._residents[keys.conversation] = Resident(keys, num_tokens, system_tokens, num_turns, self._clock())
+        self._remove_ended()
+        before = self._residents.get(keys.conversation)
+        num_turns = 1 if before is None else before.num_turns + 1
+        if before is not None:
+            self._count(before, -1)
+        resident = Resident(keys, num_tokens, system_tokens, num_turns, self._clock())
+        self._residents[keys.conversation] = resident
         self._residents.move_to_end(keys.conversation)
-        self._refresh()
+        self._count(resident, 1)
+        self._publish()
 
     def answered(self, keys: ConversationKeys, num_tokens: int) -> None:
         """Note that the last turn has an answer; prompt and answer have so many tokens."""
         resident = self._residents.get(keys.conversation)
         if resident is not None:
+            self._count(resident, -1)
             resident.num_tokens, resident.seen_s = num_tokens, self._clock()
             self._residents.move_to_end(keys.conversation)
-            self._refresh()
+            self._count(resident, 1)
+            self._publish()
 
     # On any thread.
 
@@ -106,24 +118,38 @@ class Residents:
 
     # On the engine's thread.
 
-    def _refresh(self) -> None:
-        """Remove the conversations that are no residents any more, and add up the others."""
+    def _count(self, resident: Resident, sign: int) -> None:
+        """Add a resident to the sums, or take it out again."""
+        if sign > 0:
+            resident.own_tokens = tuple(length - resident.system_tokens for length in self.reach(resident.num_tokens))
+        for index, num_tokens in enumerate(resident.own_tokens):
+            self._sums[index] += sign * num_tokens
+        shared = self._systems.setdefault(resident.keys.system, [0, 0])
+        shared[0] += sign
+        if shared[1] < resident.system_tokens:
+            self._system_tokens += resident.system_tokens - shared[1]
+            shared[1] = resident.system_tokens
+        if not shared[0]:
+            self._system_tokens -= shared[1]
+            del self._systems[resident.keys.system]
+
+    def _remove_ended(self) -> None:
+        """Remove the conversations that are no residents any more."""
         oldest_s = self._clock() - RESIDENT_S
         while self._residents:
             resident = next(iter(self._residents.values()))
             if resident.seen_s >= oldest_s and len(self._residents) <= MAX_RESIDENTS:
                 break
             del self._residents[resident.keys.conversation]
+            self._count(resident, -1)
             self._ended(resident)
-        systems: dict[int, int] = {}
-        sums = [0.0] * len(GROWTH)
-        for resident in self._residents.values():
-            systems[resident.keys.system] = resident.system_tokens
-            for index, length in enumerate(self.reach(resident.num_tokens)):
-                sums[index] += length - resident.system_tokens
-        shared = sum(systems.values())
+
+    def _publish(self) -> None:
+        """Publish the sums over the residents."""
+        self._remove_ended()
         turns = (TURNS_TO_COME * PRIOR_WEIGHT + self._turns) / (PRIOR_WEIGHT + self._num_ended)
-        self.figures = ResidentFigures(len(self._residents), tuple(each + shared for each in sums), turns)
+        num_tokens = tuple(each + self._system_tokens for each in self._sums)
+        self.figures = ResidentFigures(len(self._residents), num_tokens, turns)
 
     def _ended(self, resident: Resident) -> None:
         lengths = self._final_lengths.copy()  # readers may use the old list
