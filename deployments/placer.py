@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.placement.conversation_keys import BYTES_PER_TOKEN
 from deployments.placement.place import NodeFacts, Placement
 from deployments.protocol import ChatRequest, Route
-from deployments.ray_internals import RunningNode, running_nodes
+from deployments.ray_internals import RunningNode, running_nodes, running_replicas
 from deployments.replica_calls import call_within
 from deployments.replica_choice import ask_node
 from engine.placement import Question, Quote
@@ -87,6 +87,8 @@ class Placer:
         self._placement = Placement(rng)
         self._clock = clock
         self._silent: set[str] = set()
+        self._replicas: Mapping[Any, Any] | None = None  # of the last look, with their number
+        self._num_replicas = 0
         self._own: deque[OwnBooking] = deque(maxlen=MAX_OWN)
         self._bytes_per_token = BYTES_PER_TOKEN
 
@@ -101,11 +103,10 @@ class Placer:
         Returns:
             None if there are fewer than two nodes to choose from, or if each of them refuses the request.
         """
-        nodes = running_nodes(self._engines)
-        if nodes is None or request.sketch is None:
+        if request.sketch is None or not self._follow_nodes():
             return None
-        self._placement.update(map(facts_of, nodes))
-        if len(set(self._placement.node_ids) - set(without)) < 2:
+        num_tried = sum(node_id in self._placement.node_ids for node_id in set(without))
+        if len(self._placement.node_ids) - num_tried < 2:
             return None
         question, asked_s = self._question(request, route), self._clock()
         candidates = self._placement.candidates(question, without)
@@ -117,6 +118,16 @@ class Placer:
             return None
         self._placement.placed(question, node_id)
         return Place(node_id, quotes[node_id], len(quotes))
+
+    def _follow_nodes(self) -> bool:
+        """Take over the nodes that have an engine now. Returns False if they are unknown."""
+        replicas = running_replicas(self._engines)
+        if replicas is None:
+            return False
+        if replicas is not self._replicas or len(replicas) != self._num_replicas:
+            self._replicas, self._num_replicas = replicas, len(replicas)
+            self._placement.update(map(facts_of, running_nodes(self._engines) or ()))
+        return True
 
     def planned(self, request: ChatRequest, num_tokens: int) -> None:
         """Learn the size of tokens from a request's plan."""

@@ -6,7 +6,7 @@ tests/deployments/test_ray_internals.py runs each function against Ray's own cla
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import ray
@@ -159,15 +159,24 @@ class RunningNode(NamedTuple):
     """What the replica's `record_replica_metadata` returned at its start; {} without that method."""
 
 
-def running_nodes(handle: Any) -> list[RunningNode] | None:
-    """Return the nodes of a deployment's running replicas, as this process knows them; None if it does not know."""
+def running_replicas(handle: Any) -> Mapping[Any, RunningReplica] | None:
+    """Return a deployment's running replicas, as this process knows them; None if it does not know.
+
+    It is the router's own mapping, which another thread may change: replicas leave it, and a new one takes its place
+    when others have joined.
+    """
     outer = getattr(handle, "_router", None)
     inner = getattr(outer, "_asyncio_router", None)
     request_router = getattr(inner, "request_router", None)
-    if request_router is None:
+    return None if request_router is None else request_router.curr_replicas
+
+
+def running_nodes(handle: Any) -> list[RunningNode] | None:
+    """Return the nodes of a deployment's running replicas, as this process knows them; None if it does not know."""
+    replicas = running_replicas(handle)
+    if replicas is None:
         return None
-    replicas = list(request_router.curr_replicas.values())  # another thread may change it
-    return [RunningNode(replica.node_id, replica.replica_metadata) for replica in replicas]
+    return [RunningNode(replica.node_id, replica.replica_metadata) for replica in list(replicas.values())]
 
 
 def own_replica() -> Any:

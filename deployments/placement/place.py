@@ -1,6 +1,7 @@
 """Placement: which nodes are asked for a quote, and which of them gets the request. Pure."""
 
 import random
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
@@ -50,7 +51,8 @@ class Placement:
         self._random = rng or random.Random()
         self._homes = homes or Homes()
         self._nodes: dict[str, NodeFacts] = {}
-        self._rendezvous: dict[tuple[bool, int], Rendezvous] = {}  # by what its nodes can take: images, context
+        self._contexts: dict[bool, list[float]] = {False: [], True: []}  # by whether there are images; ascending
+        self._rendezvous: dict[tuple[bool, int], Rendezvous] = {}  # by images, and index of the shortest context
 
     @property
     def node_ids(self) -> Collection[str]:
@@ -62,6 +64,10 @@ class Placement:
         by_id = {node.node_id: node for node in nodes}
         if by_id != self._nodes:
             self._nodes = by_id
+            self._contexts = {
+                has_images: sorted({_context(one) for one in by_id.values() if one.reads_images or not has_images})
+                for has_images in (False, True)
+            }
             self._rendezvous.clear()
 
     def last(self, question: Question) -> str | None:
@@ -127,13 +133,15 @@ class Placement:
         Where no node has a context that is long enough, these are the nodes with the longest: the number of tokens is
         an estimate.
         """
-        nodes = [node for node in self._nodes.values() if node.reads_images or not question.has_images]
-        longest = max((_context(node) for node in nodes), default=0)
-        contexts = sorted({_context(node) for node in nodes})
-        min_context = next((context for context in contexts if context >= question.num_tokens), longest)
-        key = question.has_images, int(min(min_context, 2**62))
+        contexts = self._contexts[question.has_images]
+        index = min(bisect_left(contexts, question.num_tokens), max(len(contexts) - 1, 0))
+        key = question.has_images, index
         if key not in self._rendezvous:
-            able = [node for node in nodes if _context(node) >= min_context]
+            able = [
+                node
+                for node in self._nodes.values()
+                if (node.reads_images or not question.has_images) and _context(node) >= contexts[index]
+            ]
             self._rendezvous[key] = Rendezvous(weights(able))
         return self._rendezvous[key]
 
