@@ -140,17 +140,19 @@ def test_a_silent_node_delays_one_request_and_the_next_ones_not_at_all(monkeypat
     assert seconds[0] >= 2.0 > sum(seconds[1:])
 
 
-def test_a_node_that_answers_late_gets_requests_again():
-    engines = Engines({"a": Engine(delay_s=0.3), "b": Engine(Quote(prefill_s=3.0))})
+def test_a_node_that_answers_late_gets_requests_again(monkeypatch: pytest.MonkeyPatch):
+    for limit in ("QUOTE_TIMEOUT_S", "BEHIND_FIRST_S", "LIKELY_TIMEOUT_S"):
+        monkeypatch.setattr(placer, limit, 0.1)
+    engines = Engines({"a": Engine(delay_s=0.5), "b": Engine(Quote(prefill_s=3.0))})
 
     async def go() -> list[str]:
         chooses, nodes = Placer(engines), []  # type: ignore[arg-type]
-        for delay_s in (0.3, 0.0, 0.0):
+        for delay_s in (0.5, 0.0, 0.0):
             engines.engines["a"].delay_s = delay_s
             found = await chooses.place(request(words=f"{len(nodes)}"), Route.TEXT)
             assert found is not None
             nodes.append(found.node_id)
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(1.0)
         return nodes
 
     assert run(go()) == ["b", "a", "a"]
