@@ -383,7 +383,9 @@ class Ingress:
             raise NodeNotFound(node_id)
         if len(nodes) == 1 and not is_back:
             raise Unavailable("The only node with an engine cannot be drained: stop the server instead.")
-        if (silent := await self._client.leave(node_id, is_back)) is not None:
+        silent = await self._client.leave(node_id, is_back)
+        self._status.forget()
+        if silent is not None:
             raise Unavailable(f"The engine on node {node_id} did not confirm it: {silent.reason}.")
 
     async def not_ready(self) -> str | None:

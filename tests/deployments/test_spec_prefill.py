@@ -182,7 +182,7 @@ def answer(front: Any, route: Route = Route.TEXT, **fields: Any) -> Answered:
 
 
 def test_long_prompt_is_answered_sparsely_through_the_graph(front: Any):
-    plan, num_skipped, finish_reason = answer(front, tenant="first")
+    plan, num_skipped, finish_reason = answer(front, tenant="first", spec_prefill=True)
     assert plan.request.sparse is not None and plan.spec_prefill is not None
     assert num_skipped == len(plan.request.token_ids) - len(plan.request.sparse.positions) > 256
     assert plan.spec_prefill.dense_because is None and plan.spec_prefill.num_scored == len(plan.request.token_ids)
