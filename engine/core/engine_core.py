@@ -103,7 +103,7 @@ class EngineCore:
             has_bursts=runner.no_bursts is None,
         )
         self.scheduler = Scheduler(context, self.stats)
-        self._loads = LoadRecorder(clock, self.scheduler, self.prefix)
+        self._loads = LoadRecorder(clock, self.scheduler, self.prefix, self.costs)
         is_caching = self.prefix.off_reason is None
         self.quoter = Quoter(config, clock, self.costs, self.budget.needs, self._loads, is_caching)
         self.memory: dict[str, int] = self._memory()

@@ -1,11 +1,13 @@
 """LoadRecorder: what quotes need to know of the engine's work, published by its thread for others to read."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.core.batch import PLAIN, Drafts
+from engine.core.cost_model import CostModel
 from engine.core.prefix_cache.node import CacheEntry
 from engine.core.prefix_cache.sessions import PrefixCacheSessions
 from engine.core.quoting.known_prefixes import KnownPrefixes
@@ -19,6 +21,15 @@ MAX_QUEUED = 64
 
 MAX_ARRIVED = 1024
 """Request ids of the last arrivals."""
+
+OPEN_S = 300.0
+"""Seconds after which an open request has lost two thirds of its weight in the mean."""
+
+USUAL_TURN = 2048
+"""Assumed new tokens of a later turn before any has arrived."""
+
+TURN_WEIGHT = 0.1
+"""Weight of a turn in the moving average of the device's seconds."""
 
 ANSWER_WEIGHT = 0.1
 """Weight of a complete answer in the moving average of their lengths."""
@@ -54,6 +65,17 @@ class EngineLoad:
     """Bytes reserved for rows and prompts when a request last arrived, began or ended."""
     answer_tokens: float = USUAL_ANSWER
     """Mean tokens of the last answers."""
+    mean_open: float = 0.0
+    """Mean number of open requests over the last minutes, weighted by their seconds, as of `at_s`."""
+    turn_s: float = 0.0
+    """Mean seconds of the device for a later turn of a conversation."""
+    at_s: float = 0.0
+    """When this was published."""
+
+    def mean_open_at(self, now: float) -> float:
+        """Return the mean number of open requests, as of `now`."""
+        num_open = len(self.in_progress) + self.num_queued + self.num_decoding
+        return num_open + (self.mean_open - num_open) * math.exp((self.at_s - now) / OPEN_S)
 
 
 class LoadRecorder:
@@ -63,6 +85,7 @@ class LoadRecorder:
         clock: Returns monotonic seconds.
         scheduler: The scheduler.
         prefix: The prefix cache.
+        costs: Predicts seconds.
 
     Attributes:
         load: The engine's work.
@@ -71,8 +94,11 @@ class LoadRecorder:
         arrived: Ids of the requests that have arrived last.
     """
 
-    def __init__(self, clock: Callable[[], float], scheduler: Scheduler, prefix: PrefixCacheSessions):
-        self.load = EngineLoad()
+    def __init__(self, clock: Callable[[], float], scheduler: Scheduler, prefix: PrefixCacheSessions, costs: CostModel):
+        self.load = EngineLoad(at_s=clock())
+        self._clock = clock
+        self._costs = costs
+        self._turn_s: float | None = None
         self.prefixes = KnownPrefixes(prefix.cache.index.get)
         self.residents = Residents(clock)
         self.arrived: OrderedDict[str, None] = OrderedDict()
@@ -94,11 +120,20 @@ class LoadRecorder:
                     system_tokens = num_tokens
                 elif kind == "turn" and spec.keys.turns:
                     self.prefixes.note(spec.keys.turns[0], digest, num_tokens)
+            if spec.keys.conversation in self.residents:
+                self._note_turn(self.prefixes.cached(spec.keys, row.num_tokens - 1).num_tokens, row.num_tokens)
+            elif self._turn_s is None:
+                self._note_turn(row.num_tokens, row.num_tokens + USUAL_TURN)
             self.residents.arrived(spec.keys, row.num_tokens, system_tokens)
         self.publish()
         self.arrived[spec.request_id] = None
         if len(self.arrived) > MAX_ARRIVED:
             self.arrived.popitem(last=False)
+
+    def _note_turn(self, num_cached: int, num_tokens: int) -> None:
+        answer_s = self._answer_tokens * (self._costs.token_s(1) or 0.0)
+        seconds = self._costs.prompt_s(num_cached, num_tokens) + answer_s
+        self._turn_s = seconds if self._turn_s is None else self._turn_s + TURN_WEIGHT * (seconds - self._turn_s)
 
     def answer_complete(self, row: Request, entry: CacheEntry | None) -> None:
         """Note a complete answer. entry: the snapshot after it; None without one."""
@@ -139,6 +174,9 @@ class LoadRecorder:
             prefills.drafts,
             self._reserved_bytes,
             self._answer_tokens,
+            before.mean_open_at(now := self._clock()),
+            self._turn_s or 0.0,
+            now,
         )
 
     def _queued(self, entry: QueueEntry) -> PromptLeft:

@@ -84,7 +84,7 @@ class Quoter:
             cached_tokens=cached.num_tokens,
             wait_s=max(self._prompts_s(question, prompt_s, load, ahead), self._rows_s(question, load, ahead)),
             prefill_s=self._beside_rows(prompt_s, load),
-            slowdown_s=self._slowdown_s(question, load, ahead),
+            slowdown_s=self._slowdown_s(question, load, ahead) + self._sharing_s(question, load, bookings),
             crowding_s=self._crowding_s(question, bookings),
             is_resident=question.keys.conversation in recorder.residents,
         )
@@ -182,6 +182,19 @@ class Quoter:
             return 0.0
         num_tokens = min(load.answer_tokens, question.max_tokens or load.answer_tokens)
         return max(0.0, token_s - alone_s) * num_tokens
+
+    def _sharing_s(self, question: Question, load: EngineLoad, bookings: Sequence[Booking]) -> float:
+        """Return the seconds that a newcomer's turns to come wait for the turns of those that live here.
+
+        With a closed number of conversations, each turn finds the others' mean number of open requests before it (the
+        arrival theorem of Reiser and Lavenberg 1980). 0 for a resident.
+        """
+        residents = self._recorder.residents
+        if question.keys.conversation in residents:
+            return 0.0
+        num_new = sum(one.question.keys.conversation not in residents for one in bookings)
+        mean_open = min(load.mean_open_at(self._clock()) + num_new, residents.figures.num_residents + num_new)
+        return residents.figures.turns_to_come * mean_open * load.turn_s
 
     def _crowding_s(self, question: Question, bookings: Sequence[Booking]) -> float:
         """Return the seconds that conversations lose in turns to come if one more lives here; 0 for a resident.

@@ -9,6 +9,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.core.quoting.bookings import BOOKING_S
+from engine.core.quoting.load import OPEN_S
 from engine.core.quoting.residents import RESIDENT_S
 from engine.core.scheduler_output import Chunks
 from engine.placement import ConversationKeys, Question
@@ -213,3 +214,19 @@ def test_quotes_of_another_thread_while_steps_run_neither_fail_nor_change_tokens
         return engine.outputs
 
     assert tokens_of(is_quoted=True) == tokens_of(is_quoted=False)
+
+
+def test_newcomer_pays_for_sharing_the_device_with_the_turns_of_residents():
+    """A node with much room is not chosen for all conversations: they would wait for each other's turns."""
+    engine = Engine(replace(MAC_4B, memory_bytes=512 * 2**30))
+    newcomer, resident = question(keys(90, 91), 30_000), question(keys(0, 100), 30_000)
+    prices, own = [], []
+    for turn in range(4):
+        engine.send(f"r{turn}", engine.prompt(30_000), keys(0, 100 + turn), num_answer=400)
+        engine.finish()
+        prices.append(engine.quote(newcomer).slowdown_s)
+        own.append(engine.quote(resident).slowdown_s)
+    assert engine.quote(newcomer).crowding_s == 0 < prices[0]
+    assert own == [0.0] * 4, "a resident pays nothing"
+    engine.clock.advance(10 * OPEN_S)
+    assert engine.quote(newcomer).slowdown_s < 0.01 * max(prices), "nobody works any more"

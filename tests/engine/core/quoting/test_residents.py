@@ -16,7 +16,8 @@ def keys(number: int, system: int = 0) -> ConversationKeys:
 def test_sums_equal_those_of_all_residents_after_random_arrivals_answers_and_ends():
     clock, rng = Clock(), random.Random(0)
     residents = Residents(clock)
-    lengths: dict[int, tuple[float, int, float]] = {}  # conversation -> tokens, tokens of the system part, last seen
+    lengths: dict[int, tuple[float, int, float]] = {}  # conversation -> tokens, number of the system part, last seen
+    living = lengths
     for _ in range(3000):
         clock.now_s += 3 * rng.random()
         number = rng.randrange(400)
