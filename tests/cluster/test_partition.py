@@ -39,7 +39,7 @@ MARGIN_S = 15.0
 RESOURCES = json.dumps({"mlx": 1})
 
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
-LONG: dict[str, Any] = {"max_tokens": 1500, "min_tokens": 1500}
+LONG: dict[str, Any] = {"max_tokens": 800, "min_tokens": 800}
 
 
 @dataclass
