@@ -226,6 +226,7 @@ class EngineStream:
                     raise Unavailable(f"{LOST} {cause_of(error)}", retry_after.REPLICA_LOST_S) from error
                 loss = cause_of(error)
                 continue
+            self._timeline.node_id = self._part.node_id
             num_tokens = sum(map(len, self._tokens))
             log.info("request %s goes on at node %s after %d tokens", request_id, self._part.node_id, num_tokens)
             self._timeline.lap("move", node_id=self._part.node_id, num_tokens=num_tokens)

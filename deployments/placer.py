@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -87,6 +87,7 @@ class Placer:
         self._placement = Placement(rng)
         self._clock = clock
         self._silent: set[str] = set()
+        self._unanswered: Counter[str] = Counter()  # questions under way by node
         self._replicas: Mapping[Any, Any] | None = None  # of the last look, with their number
         self._num_replicas = 0
         self._own: deque[OwnBooking] = deque(maxlen=MAX_OWN)
@@ -195,7 +196,8 @@ class Placer:
     async def _hear(self, node_ids: Iterable[str], method: str, *args: Any, likely: str = "") -> dict[str, Any]:
         """Ask the engines of nodes; return the answers of those that answer in time.
 
-        Nodes that did not answer their last question are waited for only if no other is asked.
+        Nodes that did not answer their last question are waited for only if no other is asked, and are not asked again
+        while a question is under way.
 
         Args:
             node_ids: The nodes.
@@ -203,7 +205,9 @@ class Placer:
             args: Its arguments.
             likely: A node that is waited for longer than for others after the first answer; '' for none.
         """
-        asked = {node_id: asyncio.ensure_future(self._ask(node_id, method, *args)) for node_id in node_ids}
+        known = list(node_ids)
+        answering = [node_id for node_id in known if not (node_id in self._silent and self._unanswered[node_id])]
+        asked = {node_id: asyncio.ensure_future(self._ask(node_id, method, *args)) for node_id in answering or known}
         waited = [task for node_id, task in asked.items() if node_id not in self._silent] or list(asked.values())
         began_s = self._clock()
         done, left = await asyncio.wait(waited, timeout=QUOTE_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -217,6 +221,7 @@ class Placer:
     async def _ask(self, node_id: str, method: str, *args: Any) -> Any:
         """Call a method of the engine on a node; record whether it answers. Raises whatever the call raises."""
         handle = self._engines.options(method_name=method, session_id=ask_node(node_id))
+        self._unanswered[node_id] += 1
         try:
             answer = await call_within(LATE_ANSWER_S, handle.remote(*args))
         except Exception as error:
@@ -224,6 +229,10 @@ class Placer:
                 log.warning("the engine on node %s does not answer questions: %r", node_id, error)
             self._silent.add(node_id)
             raise
+        finally:
+            self._unanswered[node_id] -= 1
+            if not self._unanswered[node_id]:
+                del self._unanswered[node_id]
         self._silent.discard(node_id)
         return answer
 

@@ -57,7 +57,7 @@ class PromptSketch:
             session: The client's name of its session; two sessions that begin with the same words are two
                 conversations. '' without one.
         """
-        salt, own = _number(tenant.encode()), _number(session.encode()) if session else 0
+        salt, own = _number(_bytes(tenant)), _number(_bytes(session)) if session else 0
         keys = ConversationKeys(
             self.keys.system ^ salt, self.keys.conversation ^ salt ^ own, tuple(key ^ salt for key in self.keys.turns)
         )
@@ -105,14 +105,14 @@ def session_of(headers: Mapping[str, str]) -> str:
 
 def _raw(prompt: str | Sequence[int]) -> bytes:
     if isinstance(prompt, str):
-        return prompt.encode(errors="surrogatepass")
+        return _bytes(prompt)
     return np.array(prompt, np.int64).tobytes()
 
 
 def _add(state: Any, value: Any) -> int:
     """Add a JSON value to the hash; return its bytes."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True, default=str)
-    encoded = text.encode(errors="surrogatepass")
+    encoded = _bytes(text)
     state.update(len(encoded).to_bytes(8, "little") + encoded)
     return len(encoded)
 
@@ -128,7 +128,7 @@ def _add_media(state: Any, message: Message) -> int:
     """Add the URLs of a message's media to the hash; return how many there are."""
     num = 0
     for url in _media(message):
-        state.update(url.encode(errors="surrogatepass"))
+        state.update(_bytes(url))
         num += 1
     return num
 
@@ -138,6 +138,10 @@ def _media(message: Message) -> Iterator[str]:
     for part in content if isinstance(content, list) else ():
         if (source := part.get(part["type"])) is not None and isinstance(source, Mapping):
             yield source["url"]
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")  # JSON may have half a character
 
 
 def _key(state: Any) -> int:

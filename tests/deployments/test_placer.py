@@ -126,10 +126,11 @@ def test_a_silent_node_delays_one_request_and_the_next_ones_not_at_all(monkeypat
     for limit in ("QUOTE_TIMEOUT_S", "BEHIND_FIRST_S", "LIKELY_TIMEOUT_S"):
         monkeypatch.setattr(placer, limit, 2.0)
     engines = Engines({"a": Engine(delay_s=60.0), "b": Engine(Quote(prefill_s=3.0))})
+    num_requests = 5
 
     async def go() -> list[float]:
         chooses, seconds = Placer(engines), []  # type: ignore[arg-type]
-        for i in range(5):
+        for i in range(num_requests):
             began = time.monotonic()
             found = await chooses.place(request(f"r{i}"), Route.TEXT)
             seconds.append(time.monotonic() - began)
@@ -138,6 +139,7 @@ def test_a_silent_node_delays_one_request_and_the_next_ones_not_at_all(monkeypat
 
     seconds = run(go())
     assert seconds[0] >= 2.0 > sum(seconds[1:])
+    assert engines.num_calls == 1 + 2 * num_requests, "one question to the silent node, a quote and a booking of each"
 
 
 def test_a_node_that_answers_late_gets_requests_again(monkeypatch: pytest.MonkeyPatch):

@@ -82,6 +82,16 @@ def test_tenants_share_no_key_and_sessions_share_prefixes_but_not_the_conversati
     assert (one.system, one.turns) == (two.system, two.turns) == (other.system, other.turns)
 
 
+def test_half_a_character_has_a_key_like_any_text():
+    half = "\ud83d"
+    message = {
+        "role": "user",
+        "content": [{"type": "text", "text": half}, {"type": "image_url", "image_url": {"url": half}}],
+    }
+    sketches = [sketch_conversation([message], [{"name": half}]), sketch_raw(half)]
+    assert all(sketch.scoped(half, half).keys != sketch.keys for sketch in sketches)
+
+
 def test_a_raw_prompt_that_goes_on_keeps_its_conversation():
     text = "Once upon a time. " * 200
     assert sketch_raw(text).keys.conversation == sketch_raw(text + "And then").keys.conversation
