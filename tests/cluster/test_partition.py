@@ -248,16 +248,15 @@ def test_turns_of_a_conversation_stay_where_its_prefix_is_cached_whichever_node_
 
 
 def running_streams(nodes: TwoNodes) -> list["Future[Answer]"]:
-    """Start streams of different conversations, and return when both nodes answer some."""
-    streams: list[Future[Answer]] = []
-    while True:
-        streams += [nodes.near.ask(counting(len(streams) + i), stream=True, **LONG) for i in range(4)]
-        running = nodes.near.asked[-4:]
-        wait_until(lambda asked=running: all(answer.num_events > 2 for answer in asked), ANSWER_TIMEOUT_S)
-        status = nodes.near.get("/v1/status")
-        if all(engine_of(status, node)["num_running"] > 0 for node in (nodes.near, nodes.far)):
-            return streams
-        assert len(streams) < 24, "one node gets all of them"
+    """Start streams, and return when the far node answers the first ones: the near one takes none until they run."""
+    path = f"/v1/nodes/{nodes.near.node_id}/drain"
+    assert nodes.near.post(path)["draining"] is True
+    streams = [nodes.near.ask(counting(i), stream=True, **LONG) for i in range(4)]
+    running = nodes.near.asked[-4:]
+    wait_until(lambda: all(answer.num_events > 2 for answer in running), ANSWER_TIMEOUT_S)
+    assert nodes.near.delete(path)["draining"] is False
+    assert {answer.node_id for answer in running} == {nodes.far.node_id}
+    return streams + [nodes.near.ask(counting(i), stream=True, **LONG) for i in range(4, 8)]
 
 
 def counting(number: int) -> list[dict[str, Any]]:
