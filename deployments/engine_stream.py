@@ -11,7 +11,7 @@ from deployments.protocol import Plan
 from deployments.replica_calls import CancelledThere, Silent, cause_of, is_replica_lost
 from deployments.timeline import ENGINE, current
 from engine import retry_after
-from engine.protocol import FinishReason, Progress, TokenChunk, Unavailable
+from engine.protocol import FinishReason, OrchardError, Progress, TokenChunk, Unavailable
 
 log = logging.getLogger("ray.serve")
 
@@ -222,10 +222,12 @@ class EngineStream:
             try:
                 self._part = await self._move(left, self._progress())
             except Exception as error:
-                if not is_replica_lost(cause_of(error)):
-                    raise Unavailable(f"{LOST} {cause_of(error)}", retry_after.REPLICA_LOST_S) from error
                 loss = cause_of(error)
-                continue
+                if is_replica_lost(loss):
+                    continue
+                log.warning("request %s goes on at no other engine: %r", request_id, loss)
+                reason = f" {loss.message}" if isinstance(loss, OrchardError) else ""  # others may reveal paths
+                raise Unavailable(LOST + reason, retry_after.REPLICA_LOST_S) from error
             self._timeline.node_id = self._part.node_id
             num_tokens = sum(map(len, self._tokens))
             log.info("request %s goes on at node %s after %d tokens", request_id, self._part.node_id, num_tokens)

@@ -52,7 +52,7 @@ class Place:
 
     node_id: str
     quote: Quote | None
-    """What its engine said; None if it was silent."""
+    """The quote of its engine; None if it did not answer in time."""
     num_asked: int
     """Nodes that were asked."""
 

@@ -178,7 +178,7 @@ class ChatRequest:
     continue_final_message: bool = False
     """Whether the answer continues the final message, which must be the assistant's, instead of starting a new turn."""
     sketch: PromptSketch | None = None
-    """What placement knows of the prompt; None if the request was not read from a body."""
+    """Keys and size of the prompt for its placement; None if the request was not read from a body."""
     session: str = ""
     """The client's name of its session; '' without one."""
     resume: bool | None = None

@@ -156,7 +156,7 @@ class RunningNode(NamedTuple):
 
     node_id: str
     metadata: dict[str, Any]
-    """What the replica's `record_replica_metadata` returned at its start; {} without that method."""
+    """The result of the replica's `record_replica_metadata` at its start; {} without that method."""
 
 
 def running_replicas(handle: Any) -> Mapping[Any, RunningReplica] | None:

@@ -1,4 +1,4 @@
-"""What an ingress asks an engine before it places a request there, and what the engine answers."""
+"""Question and Quote: the types by which an ingress and an engine agree on the placement of a request."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -26,7 +26,7 @@ class ConversationKeys:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What an engine needs to know of a request to say when its first token would come."""
+    """The facts of a request from which an engine predicts when its first token would come."""
 
     request_id: str
     keys: ConversationKeys

@@ -89,6 +89,13 @@ class Connection:
         with self._ask("GET", path) as answer:
             return _json(answer.read(), self.url, path)
 
+    def status(self) -> dict[str, Any]:
+        """Return the body of /v1/status. Raises Unreachable, Refused."""
+        status = self.get("/v1/status")
+        if not (isinstance(status, dict) and isinstance(status.get("engines"), list)):
+            raise Refused(f"{self.url} is no Orchard server: its /v1/status names no engines", 200)
+        return status
+
     def text(self, path: str) -> str:
         """Return the text of a GET. Raises Unreachable, Refused."""
         with self._ask("GET", path) as answer:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from deployments.commands import connection
-from deployments.commands.connection import Connection, Refused
+from deployments.commands.connection import Connection
 from deployments.commands.output import console, show_json, size, table
 
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the verb; return its exit status: 1 while no engine is ready."""
     server = connection.connection_of(options)
-    status = _status(server)
+    status = server.status()
     if options.json:
         show_json(status["engines"])
     else:
@@ -29,14 +29,7 @@ def run(options: argparse.Namespace) -> int:
 
 def node_ids(server: Connection) -> list[str]:
     """Return the ids of the nodes that have an engine."""
-    return [str(engine["node_id"]) for engine in _status(server)["engines"]]
-
-
-def _status(server: Connection) -> dict[str, Any]:
-    status = server.get("/v1/status")
-    if not (isinstance(status, dict) and isinstance(status.get("engines"), list)):
-        raise Refused(f"{server.url} is no Orchard server: its /v1/status names no engines", 200)
-    return status
+    return [str(engine["node_id"]) for engine in server.status()["engines"]]
 
 
 def _rows(engines: list[dict[str, Any]]) -> Iterator[list[object]]:

@@ -54,9 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
 def look(server: Connection) -> dict[str, Any]:
     """Return the server's status and its slowest requests; `requests` is null where this key may not see them."""
-    status = server.get("/v1/status")
-    if not (isinstance(status, dict) and isinstance(status.get("engines"), list)):
-        raise Refused(f"{server.url} is no Orchard server: its /v1/status names no engines", 200)
+    status = server.status()
     try:
         slowest = server.get(f"/v1/requests?slowest={NUM_SLOWEST}")["data"]
     except Refused as refused:

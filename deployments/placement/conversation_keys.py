@@ -43,7 +43,7 @@ MAX_SESSION_CHARS = 256
 
 @dataclass(frozen=True, slots=True)
 class PromptSketch:
-    """What placement knows of a prompt before it is rendered and tokenized."""
+    """Keys and size of a prompt, known before it is rendered and tokenized."""
 
     keys: ConversationKeys
     num_bytes: int

@@ -25,7 +25,7 @@ TIE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What a node has said of itself when its engine started; None: not said."""
+    """Facts about a node from the start of its engine; None: unknown."""
 
     node_id: str
     room_bytes: int | None = None

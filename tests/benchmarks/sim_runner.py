@@ -578,7 +578,7 @@ class Ask:
     priority: int = 0
     max_tokens: int = MAX_TOKENS
     keys: ConversationKeys | None = None
-    """What quotes find its cached prefix by."""
+    """Keys by which quotes find its cached prefix."""
     retries: int = 0
     """How often it is sent again when it expires."""
     arrived_s: float = math.nan

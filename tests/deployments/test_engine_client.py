@@ -661,6 +661,13 @@ def test_an_answer_that_no_other_engine_takes_ends_with_the_reason():
         answer(graph)
 
 
+def test_an_internal_error_at_the_other_engine_is_not_told_to_the_client():
+    graph = Resumed(streams=[[TokenChunk((1,)), ActorDiedError()], [task_error(OSError("/secret/path"))]])
+    with pytest.raises(Unavailable, match="in the middle of the answer") as error:
+        answer(graph)
+    assert "secret" not in error.value.message
+
+
 def test_embedding_does_not_go_on_elsewhere():
     plan = replace(PLAN, request=replace(PLAN.request, pooling="last"))
     graph = Resumed(streams=[[TokenChunk((1,)), ActorDiedError()], [LAST]], plans=[plan])

@@ -24,7 +24,7 @@ def test_idle_engine_quotes_no_wait():
     async def test(engine):
         quote = engine.quote(question())
         assert quote.refusal is None and quote.wait_s == quote.slowdown_s == quote.crowding_s == 0
-        assert await collect(engine, keyed("r")) == list(range(10)), "a request that nobody has booked is served, too"
+        assert await collect(engine, keyed("r")) == list(range(10)), "a request without a booking is served, too"
 
     run(test)
 

@@ -22,7 +22,7 @@ PLAIN: dict[str, Any] = {"mtp": "off", "prompt_lookup": "off"}
 
 @dataclass
 class Piece:
-    """What one choice has got so far."""
+    """The tokens of one choice so far."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = field(default=(), repr=False)

@@ -41,7 +41,7 @@ class Resident:
     num_turns: int
     seen_s: float
     own_tokens: tuple[float, ...] = ()
-    """What it counts for in ResidentFigures.num_tokens, without its system part."""
+    """Its share of ResidentFigures.num_tokens, without its system part."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,4 +229,4 @@ def test_newcomer_pays_for_sharing_the_device_with_the_turns_of_residents():
     assert engine.quote(newcomer).crowding_s == 0 < prices[0]
     assert own == [0.0] * 4, "a resident pays nothing"
     engine.clock.advance(10 * OPEN_S)
-    assert engine.quote(newcomer).slowdown_s < 0.01 * max(prices), "nobody works any more"
+    assert engine.quote(newcomer).slowdown_s < 0.01 * max(prices), "the node is idle"
