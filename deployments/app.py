@@ -33,7 +33,7 @@ from deployments.serve_run.effective import describe_args, sparse_prefill_line
 from deployments.serve_run.environment import is_prepared, not_in_effect
 from deployments.spec_prefill import SpecPrefillScorer
 from deployments.text import TextMTP
-from engine.config import EngineConfig, SpecPrefillConfig
+from engine.config import SpecPrefillConfig
 from engine.processing.checkpoint import draft_of, media_kinds, read_config, refuse_code, resolve_checkpoint
 from engine.processing.pinned import read_system
 from engine.protocol import EngineFailed
@@ -58,16 +58,14 @@ AUTH_MODES = ("token", "k8s")
 
 MAX_NODES = 64
 
-SPARE_SLOTS = 256
-"""Slots of a replica beyond the admitted requests: for refused requests, status calls and cancellations."""
+ROUTER: dict[str, Any] = {"request_router_config": {"request_router_class": "deployments.routing.NodeRouter"}}
+"""Options of a deployment whose callers name the node, see NodeRouter."""
 
-MAX_PLANNING = {"text": 64, "mllm": 32}
-"""Requests that a planner replica prepares at once; further ones would only wait for the same CPU. Each holds a slot of
-an engine replica, and a second one while it looks up the cached prefix for a sparse plan."""
-
-SPARE_SCORES = 8
-"""Slots of a scorer replica beyond its own limits: the scorer, not Serve, refuses prompts, and it must answer status
-calls when it is full."""
+NO_LIMIT = 1_000_000
+"""Serve's max_ongoing_requests. Admission, engines, planners and scorers bound their requests themselves: they queue in
+their own order or refuse at once, while a request that waits in Serve would do so without queue_timeout_s and fairness.
+max_queued_requests keeps Serve's default, no limit, too. Requests that wait in a proxy for a new ingress wait at most
+BRIDGE_S (http_proxy/guard.py), and the new ingress admits them up to its limit."""
 
 
 def build_app(args: AppArgs) -> Application:
@@ -102,14 +100,11 @@ def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None
     _check_pinned(args)
     shown, args = _shown(args), args.resolved()
     scorer = _bind_scorer(args, overrides.get("SpecPrefillScorer", {})) if args.spec_prefill.enabled else None
-    slots = most_in_flight(args.engine) + SPARE_SLOTS
-    questions = sum(MAX_PLANNING.values()) if scorer is not None else 0
-    ending = _ending(args)
+    ending = {**_ending(args), "max_ongoing_requests": NO_LIMIT}
     engine_options = {
         **_one_per_node("mlx", ENGINE_SHARE, num_nodes),
         **ending,
-        "max_ongoing_requests": slots + questions,
-        "request_router_config": _router(),
+        **ROUTER,
         "health_check_period_s": 2,
         "health_check_timeout_s": 10,
         **overrides.get("ModelReplica", {}),
@@ -118,18 +113,16 @@ def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None
         args.engine, args.drain_timeout_s + ENGINE_MARGIN_S, args.model_name
     )
     small = {**_one_per_node("mlx", SMALL_SHARE, num_nodes), **ending}
-    router = {"request_router_config": _router(local_default=True)}
-    text_options = {**small, **router, "max_ongoing_requests": MAX_PLANNING["text"], **overrides.get("TextMTP", {})}
+    text_options = {**small, **ROUTER, **overrides.get("TextMTP", {})}
     text = TextMTP.options(**text_options).bind(args, engine, scorer)
     mllm_options = {  # Serve's RUNNING includes the image planner, except where nothing needs it
         **_one_per_node("mlx", SMALL_SHARE, num_nodes, waits_for=None if _may_read_images(args) else ModelReplica.name),
         **ending,
-        **router,
-        "max_ongoing_requests": MAX_PLANNING["mllm"],
+        **ROUTER,
         **overrides.get("MLLM", {}),
     }
     mllm = MLLM.options(**mllm_options).bind(args, engine, scorer)
-    ingress_options = {**small, "max_ongoing_requests": slots, **overrides.get("Ingress", {})}
+    ingress_options = {**small, **overrides.get("Ingress", {})}
     return Ingress.options(**ingress_options).bind(args, shown, engine, text, mllm, scorer)
 
 
@@ -139,20 +132,6 @@ def _shown(args: AppArgs) -> dict[str, Any]:
         **args.model_dump(mode="json"),
         "effective": {"spec_prefill": sparse_prefill_line(args), "environment": not_in_effect()},
     }
-
-
-def most_in_flight(config: EngineConfig) -> int:
-    """Return the most choices that an ingress admits in the largest cluster, and so the most calls to one engine.
-
-    With N nodes each ingress admits what N engines run and queue. All of it may reach a single engine, which refuses
-    what it cannot queue. Serve's max_ongoing_requests must be larger: at that limit a request would wait inside Serve,
-    without queue_timeout_s and fairness, although the engine could queue or refuse it at once.
-
-    max_queued_requests keeps Serve's default, no limit. Requests that wait in Serve for an engine to restart were
-    admitted before. Requests that wait in a proxy for a new ingress were not: they wait at most BRIDGE_S
-    (http_proxy/guard.py), and the new ingress admits them up to its limit.
-    """
-    return MAX_NODES * (config.max_running + config.max_queue)
 
 
 def _ending(args: AppArgs) -> dict[str, Any]:
@@ -165,8 +144,8 @@ def _bind_scorer(args: AppArgs, overrides: Mapping[str, Any]) -> Application:
     options = {
         **_one_per_node("mlx_scorer", SCORER_SHARE, _check_scorer_nodes(config), waits_for=ModelReplica.name),
         **_ending(args),
-        "max_ongoing_requests": config.max_running + config.max_queue + SPARE_SCORES,
-        "request_router_config": _router(local_first=True),
+        "max_ongoing_requests": NO_LIMIT,
+        **ROUTER,
         "health_check_period_s": 2,
         "health_check_timeout_s": 10,
         **overrides,
@@ -285,7 +264,3 @@ def _variables() -> dict[str, str]:
     if sys.platform == "darwin":  # grpcio's fork handlers abort a process that uses grpc.aio and starts a subprocess
         variables["GRPC_ENABLE_FORK_SUPPORT"] = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "0")
     return variables
-
-
-def _router(**choice: bool) -> dict[str, Any]:
-    return {"request_router_class": "deployments.routing.NodeRouter", "request_router_kwargs": choice}

@@ -1,14 +1,13 @@
-"""EngineClient: the path from the ingress to an engine: reserve a replica, plan on its node, dispatch, stream.
+"""EngineClient: the path from the ingress to an engine: choose a node, plan on it, dispatch to its engine, stream.
 
 It also makes administrative calls to all engines, such as for the state of their caches.
 
-The reservation holds a slot of the replica while the plan is made, so that placement, planning and generation use the
-same node. Every end of a call (last token, error, client disconnect) cancels the engine's generator and releases the
-slot.
+Plan and generation use the same node, whose engine counts the request from its booking on (placer.py). Every end of a
+call (last token, error, client disconnect) cancels the engine's generator.
 
 A request is retried at most once, and only before its first token: when its engine or planner is lost, or when another
-engine exists and this one refuses (Unavailable, Overloaded). Both attempts together wait at most reserve_timeout_s for
-replicas and plan_timeout_s for plans. Each attempt may add the time in the engine's queue (queue_timeout_s, after which
+engine exists and this one refuses (Unavailable, Overloaded). Both attempts together wait at most engine_timeout_s for
+engines and plan_timeout_s for plans. Each attempt may add the time in the engine's queue (queue_timeout_s, after which
 there is no retry) and the time to detect a lost replica (SILENCE_LIMIT_S). After its first token an answer goes on at
 another engine, see engine_stream.py.
 """
@@ -16,7 +15,7 @@ another engine, see engine_stream.py.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,19 +24,13 @@ from typing import Any, Literal
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from deployments.engine_nodes import EngineNodes
 from deployments.engine_stream import SILENCE_LIMIT_S, AnswerPart, ChunkReader, EngineStream
 from deployments.placer import Placer
 from deployments.protocol import ChatRequest, EngineAnswer, Plan, Route, SilentEngine
-from deployments.replica_calls import (
-    ReservedSlot,
-    call_within,
-    cause_of,
-    is_replica_lost,
-    reserve,
-    while_running,
-    why_silent,
-)
-from deployments.replica_choice import Choice, NoOtherReplica, NoReplicaYet, pin_to
+from deployments.ray_internals import LOCAL_NODE, RunningNode, cancel_call
+from deployments.replica_calls import call_within, cause_of, is_replica_lost, while_running, why_silent
+from deployments.replica_choice import NoOtherReplica, NoReplicaYet, pin_to
 from deployments.timeline import ENGINE, current
 from engine import retry_after
 from engine.protocol import (
@@ -58,8 +51,8 @@ from engine.timeline import RowTimeline
 
 log = logging.getLogger("ray.serve")
 
-RESERVE_TIMEOUT_S = 30.0
-"""Longest wait for a replica over both attempts. Serve itself would wait without limit."""
+ENGINE_TIMEOUT_S = 30.0
+"""Longest wait for an engine over both attempts, where none is running."""
 PLAN_TIMEOUT_S = 120.0
 ASK_TIMEOUT_S = 10.0
 """Longest wait for an engine's answer to an administrative call. It answers between steps, which may take seconds."""
@@ -71,61 +64,37 @@ LOSS_S = 30.0
 """Time in which a lost engine is chosen last. Ray detects a dead node within 9 s, and Serve a little later."""
 
 
-class Refusals:
-    """Engines that recently refused a request or were lost; the router chooses them last."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
-        self._until: dict[str, float] = {}  # by unique id of the replica
-
-    def note(self, replica_id: str, seconds: float) -> None:
-        """Record a refusal or loss, valid for this time."""
-        self._until[replica_id] = self._clock() + seconds
-
-    def forget(self, replica_id: str) -> None:
-        """Remove a replica that accepted a request again."""
-        self._until.pop(replica_id, None)
-
-    def recent(self) -> frozenset[str]:
-        """Return the unique ids of the recorded replicas, dropping expired ones."""
-        now = self._clock()
-        self._until = {replica_id: until for replica_id, until in self._until.items() if until > now}
-        return frozenset(self._until)
-
-
 @dataclass
 class PlacementAttempt:
     """One attempt to place a request on an engine."""
 
-    choice: Choice
-    reserve_s: float
-    """Remaining time to wait for replicas."""
+    wait_s: float
+    """Remaining time to wait for an engine."""
     plan_s: float
     """Remaining time to wait for plans."""
+    without: frozenset[str] = frozenset()
+    """Unique ids of replicas that must not be chosen."""
+    tried: tuple[str, ...] = ()
+    """Nodes that have been tried; they are asked for no quote, and chosen last."""
+    waits: bool = True
+    """Whether to wait for a new engine if all running ones are excluded."""
     pin_wait_s: float | None = None
     """Longest wait for a planner on the engine's node. None: the router's default, PIN_WAIT_S."""
-    replica_id: str = ""
-    """Unique id of the engine's replica; '' before the reservation."""
-    node_id: str = ""
-    """Node of the engine's replica; '' before the reservation."""
-    stage: Literal["reserve", "plan", "engine"] = "reserve"
+    engine: RunningNode = LOCAL_NODE
+    """The chosen engine."""
+    stage: Literal["choose", "plan", "engine"] = "choose"
 
-    def after(self, error: Exception, last: frozenset[str]) -> "PlacementAttempt | None":
-        """Return the attempt that follows this failed one; None if the error is final.
-
-        Args:
-            error: The error that ended this attempt.
-            last: Unique ids of replicas to choose last.
-        """
+    def after(self, error: Exception) -> "PlacementAttempt | None":
+        """Return the attempt that follows this failed one; None if the error that ended it is final."""
         lost = is_replica_lost(error)
         refused = isinstance(error, Unavailable | Overloaded) and not isinstance(error, QueueTimeout | TooLate)
-        if not (lost or (refused and self.replica_id)):
+        if not (lost or refused) or self.stage == "choose":
             return None
-        left = PlacementAttempt(Choice(last=last), self.reserve_s, self.plan_s)
-        if self.replica_id and lost and self.stage == "plan":  # the planner was lost, this engine is a last resort
-            left.choice, left.pin_wait_s = Choice(last=last | {self.replica_id}), max(self.reserve_s, 0.0)
-        elif self.replica_id:
-            left.choice = Choice(frozenset({self.replica_id}), last, waits=lost)
+        left = PlacementAttempt(self.wait_s, self.plan_s, tried=(self.engine.node_id,))
+        if lost and self.stage == "plan":  # the planner was lost, this engine is a last resort
+            left.pin_wait_s = max(self.wait_s, 0.0)
+        else:
+            left.without, left.waits = frozenset({self.engine.replica_id}), lost
         return left
 
 
@@ -140,7 +109,7 @@ class EngineClient:
         self,
         engine: DeploymentHandle,
         planners: Mapping[Route, DeploymentHandle],
-        reserve_timeout_s: float = RESERVE_TIMEOUT_S,
+        engine_timeout_s: float = ENGINE_TIMEOUT_S,
         ask_timeout_s: float = ASK_TIMEOUT_S,
         plan_timeout_s: float = PLAN_TIMEOUT_S,
         silence_limit_s: float = SILENCE_LIMIT_S,
@@ -152,7 +121,7 @@ class EngineClient:
         Args:
             engine: Handle of the engine.
             planners: Handle of the planner of each route.
-            reserve_timeout_s: Longest wait of a request for replicas, over both attempts.
+            engine_timeout_s: Longest wait of a request for an engine where none is running, over both attempts.
             ask_timeout_s: Longest wait for an engine's answer to an administrative call.
             plan_timeout_s: Longest wait of a request for plans, over both attempts.
             silence_limit_s: Longest wait for the next item of an answer, heartbeats included.
@@ -168,13 +137,13 @@ class EngineClient:
         self._planners = {route: planner.options(method_name="plan") for route, planner in planners.items()}
         self._questions = engine
         self._placer = Placer(engine)
-        self._reserve_timeout_s = reserve_timeout_s
+        self.nodes = EngineNodes(engine, clock)
+        self._engine_timeout_s = engine_timeout_s
         self._ask_timeout_s = ask_timeout_s
         self._plan_timeout_s = plan_timeout_s
         self._silence_limit_s = silence_limit_s
         self._checkpoint = checkpoint
         self._clock = clock
-        self._refusals = Refusals(clock)
 
     async def start(self, request: ChatRequest, route: Route, may_resume: bool = True) -> EngineStream:
         """Plan and dispatch a request; return at its first chunk.
@@ -186,8 +155,7 @@ class EngineClient:
 
         Raises InvalidRequest, Overloaded, Unavailable, EngineFailed, Cancelled.
         """
-        attempt = PlacementAttempt(Choice(last=self._refusals.recent()), self._reserve_timeout_s, self._plan_timeout_s)
-        await self._place(request, route, attempt)
+        attempt = PlacementAttempt(self._engine_timeout_s, self._plan_timeout_s)
         try:
             return await self._attempt(request, route, attempt, may_resume)
         except Exception as error:
@@ -197,7 +165,6 @@ class EngineClient:
             raise self._answer_to(first) from None
         log.warning("request %s: retrying on another replica after %r", request.request_id, first)
         current().lap("retry", after=type(first).__name__)
-        await self._place(request, route, again, without=[attempt.node_id])
         try:
             return await self._attempt(request, route, again, may_resume)
         except NoOtherReplica:
@@ -207,7 +174,7 @@ class EngineClient:
             raise self._answer_to(error) from None
 
     async def ask_planner(self, method: str, route: Route, *args: Any) -> Any:
-        """Call a method of the nearest planner of a route, without reserving an engine.
+        """Call a method of the nearest planner of a route.
 
         Raises InvalidRequest, Overloaded, Unavailable.
         """
@@ -257,108 +224,99 @@ class EngineClient:
 
     def _after(self, error: Exception, attempt: PlacementAttempt) -> PlacementAttempt | None:
         """Record a failed engine. Returns the attempt that follows; None if the error is final."""
-        again = attempt.after(error, self._refusals.recent())
-        if again is not None and attempt.replica_id:
+        again = attempt.after(error)
+        if again is not None:
             refused = isinstance(error, Unavailable | Overloaded)
             last_s = min(max(error.retry_after_s, MIN_REFUSAL_S), MAX_REFUSAL_S) if refused else LOSS_S
-            self._refusals.note(attempt.replica_id, last_s)
+            self.nodes.note(attempt.engine.replica_id, last_s)
         return again
 
     async def _attempt(
         self, request: ChatRequest, route: Route, attempt: PlacementAttempt, may_resume: bool
     ) -> EngineStream:
+        timeline = current()
+        engine = await self._choose(request, route, attempt)
+        plan = await self._plan(request, route, attempt)
+        timeline.lap("plan", **_planned(plan))
+        timeline.asked = _asked(plan.request)
+        self._placer.planned(request, len(plan.request.token_ids))
+        attempt.stage = "engine"
+        engine_request, plan = plan.request, replace(plan, request=plan.request.without_pixels())
+        opening = self._open(engine, replace(engine_request, spent_s=timeline.spent_s))
+        del engine_request  # now only the call references the pixels, until it is sent
+        part = await opening
+        timeline.first_token_s = timeline.seconds
+        self.nodes.forget(engine.replica_id)
+        may_resume = may_resume and plan.request.pooling is None
+        move = partial(self._move, _kept(request, route), route, plan) if may_resume else None
+        return EngineStream(plan, part, move, lambda replica_id: self.nodes.note(replica_id, LOSS_S))
+
+    async def _open(self, engine: RunningNode, request: EngineRequest) -> AnswerPart:
+        """Dispatch a request to an engine, and return at its first chunk, which is no failure."""
+        without_pixels, timeline = request.without_pixels(), current()
         async with AsyncExitStack() as resources:
-            timeline = current()
-            slot = await self._reserve(resources, attempt)
-            timeline.node_id = slot.node_id
-            timeline.lap("place")
-            plan = await self._plan(request, route, slot, attempt)
-            timeline.lap("plan", **_planned(plan))
-            timeline.asked = _asked(plan.request)
-            self._placer.planned(request, len(plan.request.token_ids))
-            attempt.stage = "engine"
-            engine_request, plan = plan.request, replace(plan, request=plan.request.without_pixels())
-            engine_request = replace(engine_request, spent_s=timeline.spent_s)
-            opening = self._open(resources, slot, engine_request)
-            del engine_request  # now only the call references the pixels, until it is sent
-            part = await opening
-            timeline.first_token_s = timeline.seconds
-            self._refusals.forget(attempt.replica_id)
-            may_resume = may_resume and plan.request.pooling is None
-            move = partial(self._move, _kept(request, route), route, plan) if may_resume else None
-            return EngineStream(plan, part, move, lambda replica_id: self._refusals.note(replica_id, LOSS_S))
-
-    async def _open(self, resources: AsyncExitStack, slot: ReservedSlot, request: EngineRequest) -> AnswerPart:
-        """Dispatch a request to the engine of a slot, and return at its first chunk, which is no failure.
-
-        Args:
-            resources: Ends the call and releases the slot; the returned part takes it over.
-            slot: A reserved slot of the engine.
-            request: The request.
-        """
-        without_pixels = request.without_pixels()
-        opening = slot.stream(request)
-        del request
-        reader = ChunkReader(await opening, self._silence_limit_s)
-        resources.callback(reader.close)
-        first, timeline = await reader.next(), current()
-        timeline.lap(ENGINE)
-        if first is None:
-            raise EngineFailed("The engine ended the answer before its first token.")
-        if first.timeline is not None:
-            timeline.add_row(first.timeline)
-        if (error := failure_of(first, without_pixels)) is not None:
-            raise error
-        return AnswerPart(slot.node_id, slot.replica_id, first, reader, resources.pop_all())
+            chunks: Any = self._engine.options(session_id=pin_to(engine.node_id, 0.0)).remote(request)
+            del request
+            resources.callback(cancel_call, chunks)
+            reader = ChunkReader(chunks, self._silence_limit_s)
+            resources.callback(reader.close)
+            first = await reader.next()
+            timeline.lap(ENGINE)
+            if first is None:
+                raise EngineFailed("The engine ended the answer before its first token.")
+            if first.timeline is not None:
+                timeline.add_row(first.timeline)
+            if (error := failure_of(first, without_pixels)) is not None:
+                raise error
+            return AnswerPart(engine.node_id, engine.replica_id, first, reader, resources.pop_all())
 
     async def _move(
         self, request: ChatRequest, route: Route, plan: Plan, left: AnswerPart, progress: tuple[Progress, ...]
     ) -> AnswerPart:
         """Continue an answer on another engine, see engine_stream.Move. Images are read again."""
-        excluded = frozenset({left.replica_id}) if left.replica_id else frozenset[str]()
-        choice = Choice(excluded, self._refusals.recent())
-        attempt = PlacementAttempt(choice, self._reserve_timeout_s, self._plan_timeout_s)
-        await self._place(request, route, attempt, without=[left.node_id])
-        async with AsyncExitStack() as resources:
-            slot = await self._reserve(resources, attempt)
-            continued = plan.request
-            if continued.images:
-                continued = replace(continued, images=(await self._plan(request, route, slot, attempt)).request.images)
-            return await self._open(resources, slot, replace(continued, progress=progress, spent_s=current().spent_s))
+        attempt = PlacementAttempt(
+            self._engine_timeout_s,
+            self._plan_timeout_s,
+            without=frozenset({left.replica_id}) if left.replica_id else frozenset(),
+            tried=(left.node_id,),
+        )
+        engine = await self._choose(request, route, attempt)
+        continued = plan.request
+        if continued.images:
+            continued = replace(continued, images=(await self._plan(request, route, attempt)).request.images)
+        return await self._open(engine, replace(continued, progress=progress, spent_s=current().spent_s))
 
-    async def _place(
-        self, request: ChatRequest, route: Route, attempt: PlacementAttempt, without: Collection[str] = ()
-    ) -> None:
-        """Ask which node is the best one for an attempt. Without an answer the router chooses."""
-        if (place := await self._placer.place(request, route, without)) is None:
-            return
-        attempt.choice = replace(attempt.choice, node_id=place.node_id)
-        facts: dict[str, Any] = {"num_asked": place.num_asked}
-        if (quote := place.quote) is not None:
-            facts |= {"predicted_s": quote.seconds, "cached": quote.cached_tokens}
-        current().lap("place", **facts)
-
-    async def _reserve(self, resources: AsyncExitStack, attempt: PlacementAttempt) -> ReservedSlot:
+    async def _choose(self, request: ChatRequest, route: Route, attempt: PlacementAttempt) -> RunningNode:
+        """Choose the engine of an attempt: the best one of those that are asked for a quote, else any."""
+        place, facts = await self._placer.place(request, route, attempt.tried), dict[str, Any]()
+        if place is not None:
+            facts["num_asked"] = place.num_asked
+            if (quote := place.quote) is not None:
+                facts |= {"predicted_s": quote.seconds, "cached": quote.cached_tokens}
+        best = None if place is None else place.node_id
         began = self._clock()
-        reserving = reserve(self._engine, max(attempt.reserve_s, 0), choice=attempt.choice)
         try:
-            slot = await resources.enter_async_context(reserving)
+            async with asyncio.timeout(max(attempt.wait_s, 0)):
+                attempt.engine = await self.nodes.choose(attempt.without, attempt.tried, best, attempt.waits)
         except NoReplicaYet:
             raise TooLate("No engine is ready: the model is being loaded.", retry_after.NOT_READY_S) from None
         except TimeoutError:
-            late = f"No engine accepted the request within {self._reserve_timeout_s:g} s."
+            late = f"No engine has been running for {self._engine_timeout_s:g} s."
             raise TooLate(late, retry_after.REPLICA_LOST_S) from None
         finally:
-            attempt.reserve_s -= self._clock() - began
-        attempt.replica_id, attempt.node_id, attempt.stage = slot.replica_id, slot.node_id, "plan"
-        return slot
+            attempt.wait_s -= self._clock() - began
+        attempt.stage = "plan"
+        current().node_id = attempt.engine.node_id
+        current().lap("place", **facts)
+        return attempt.engine
 
-    async def _plan(self, request: ChatRequest, route: Route, slot: ReservedSlot, attempt: PlacementAttempt) -> Plan:
-        planner = self._planners[route].options(session_id=pin_to(slot.node_id, attempt.pin_wait_s))
+    async def _plan(self, request: ChatRequest, route: Route, attempt: PlacementAttempt) -> Plan:
+        node_id = attempt.engine.node_id
+        planner = self._planners[route].options(session_id=pin_to(node_id, attempt.pin_wait_s))
         planning = call_within(max(attempt.plan_s, 0), planner.remote(request))
         began = self._clock()
         try:
-            plan = await while_running(planner, slot.node_id, asyncio.ensure_future(planning))
+            plan = await while_running(planner, node_id, asyncio.ensure_future(planning))
         except NoReplicaYet:
             raise TooLate(NO_PLANNER_YET, retry_after.NOT_READY_S) from None
         except TimeoutError:

@@ -110,7 +110,7 @@ class AnswerPart:
     first: TokenChunk
     rest: ChunkReader
     resources: AsyncExitStack
-    """Its call and its slot."""
+    """Its call, which ends with it."""
 
 
 Move = Callable[[AnswerPart, tuple[Progress, ...]], Awaitable[AnswerPart]]
@@ -246,7 +246,7 @@ class EngineStream:
         ending.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def aclose(self) -> None:
-        """Free the rows and the slot. Continues in its own task if the caller is cancelled or it takes too long."""
+        """Free the rows. Continues in its own task if the caller is cancelled or it takes too long."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         done, _ = await asyncio.wait({self._closing}, timeout=CLOSE_TIMEOUT_S)
@@ -264,8 +264,7 @@ class EngineStream:
     async def _read_end(self) -> None:
         """Let the call end by itself after the last choice.
 
-        A cancellation could overtake the regular end: Serve would then count a cancelled request and ask the replica to
-        release a slot that is not reserved.
+        A cancellation could overtake the regular end, and Serve would then count a cancelled request.
         """
         try:
             async with asyncio.timeout(LAST_READ_S):

@@ -53,7 +53,6 @@ log = logging.getLogger("ray.serve")
 
 STATUS_TIMEOUT_S = 5.0
 READY_CHECKED_EVERY_S = 1.0
-ENGINES_COUNTED_EVERY_S = 2.0
 
 STATUS_SHARED_S = 0.5
 """Status and readiness requests within this time share one call to the replicas."""
@@ -179,9 +178,8 @@ class Ingress:
         join_serve_log()
         config, http = args.engine, args.http
         self.model_name = args.model_name
-        self._num_engines = 1
         self.in_flight = InFlight(
-            lambda: self._num_engines * (config.max_running + config.max_queue),
+            lambda: max(1, self._client.nodes.num) * (config.max_running + config.max_queue),
             config.max_running,
             max_share_per_address=http.max_share_per_address,
         )
@@ -207,7 +205,6 @@ class Ingress:
         self._drain_timeout_s = args.drain_timeout_s
         self._may_resume = args.resume
         self._stopping = on_stop(self.drain)
-        self._counting = asyncio.ensure_future(self._count_engines()) if in_replica() else None
         self._ingresses = own_deployment()
         self._engines = engine
         self._graph = {"engines": engine, "text": text, "mllm": mllm, "spec_prefill": scorer}
@@ -349,20 +346,6 @@ class Ingress:
             return []
         asked = await ask_replicas(self._ingresses, STATUS_TIMEOUT_S, method, *args)
         return await asyncio.gather(*asked) or [None]  # this ingress is running, so [] means that none answered
-
-    async def _count_engines(self) -> None:
-        """Keep the number of engines current for the life of this replica; on errors the last number stays in use."""
-        is_known = True
-        while True:
-            try:
-                self._num_engines = max(1, len(await engine_node_ids()))
-                is_known = True
-            except Exception as error:
-                if is_known:  # said once, not as long as it lasts
-                    assumed = "the engines cannot be counted (%r); the last known number stays in use: %d"
-                    log.warning(assumed, error, self._num_engines)
-                is_known = False
-            await asyncio.sleep(ENGINES_COUNTED_EVERY_S)
 
     async def metrics(self, shows_names: bool) -> bytes:
         http = self.figures if shows_names else self.figures.without_names()

@@ -16,7 +16,7 @@ from deployments.placement.place import NodeFacts, Placement
 from deployments.protocol import ChatRequest, Route
 from deployments.ray_internals import RunningNode, running_nodes, running_replicas
 from deployments.replica_calls import call_within
-from deployments.replica_choice import ask_node
+from deployments.replica_choice import pin_to
 from engine.placement import Question, Quote
 
 log = logging.getLogger("ray.serve")
@@ -220,7 +220,7 @@ class Placer:
 
     async def _ask(self, node_id: str, method: str, *args: Any) -> Any:
         """Call a method of the engine on a node; record whether it answers. Raises whatever the call raises."""
-        handle = self._engines.options(method_name=method, session_id=ask_node(node_id))
+        handle = self._engines.options(method_name=method, session_id=pin_to(node_id, 0.0))
         self._unanswered[node_id] += 1
         try:
             answer = await call_within(LATE_ANSWER_S, handle.remote(*args))

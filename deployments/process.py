@@ -8,7 +8,7 @@ import psutil
 import ray
 from ray import serve
 
-from deployments.ray_internals import num_ongoing_requests, num_reserved_slots
+from deployments.ray_internals import num_ongoing_requests
 
 
 def node_id() -> str:
@@ -24,8 +24,7 @@ def in_replica() -> bool:
 def replica_info() -> dict[str, Any]:
     """Return this replica's entry of `/v1/status`: its place, the memory of its process, and whether it loaded MLX.
 
-    num_ongoing_requests counts running calls, the status call included; num_reserved_slots counts reservations without
-    a call yet.
+    num_ongoing_requests counts running calls, the status call included.
     """
     return {
         "node_id": node_id(),
@@ -34,5 +33,4 @@ def replica_info() -> dict[str, Any]:
         "rss_bytes": psutil.Process().memory_info().rss,
         "has_mlx": "mlx.core" in sys.modules,
         "num_ongoing_requests": num_ongoing_requests(),
-        "num_reserved_slots": num_reserved_slots(),
     }

@@ -4,7 +4,6 @@ Other modules call these functions. `REQUIRED` lists the names that they need, a
 tests/deployments/test_ray_internals.py runs each function against Ray's own classes.
 """
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,16 +12,11 @@ import ray
 from ray._common.tls_utils import add_port_to_grpc_server
 from ray.serve import context as serve_context
 from ray.serve import handle as serve_handle
-from ray.serve._private import common, handle_options, replica, router
+from ray.serve._private import common, handle_options, local_testing_mode, replica, router
 from ray.serve._private.replica_result import ReplicaResult
-from ray.serve._private.request_router import replica_wrapper
-from ray.serve.request_router import LocalityMixin, PendingRequest, RequestRouter, RunningReplica
+from ray.serve.request_router import LocalityMixin, RequestRouter, RunningReplica
 
 from engine.protocol import EngineFailed
-
-END_OF_DISPATCH_S = 1.0
-"""Longest wait for a cancelled dispatch to end."""
-
 
 ALL_ADDRESSES = "[::]:0"
 """Where Serve's replicas listen: any port of all addresses."""
@@ -51,35 +45,19 @@ _response: Any = serve_handle._DeploymentResponseBase
 _handle: Any = serve_handle._DeploymentHandleBase
 
 REQUIRED: tuple[RayInternal, ...] = (
-    # NodeRouter: Ray's router chooses a replica in one method, and caches the loads that probes return.
+    # NodeRouter: Ray's router chooses a replica in one method.
     RayInternal(RequestRouter, "_choose_replica_for_request"),
-    RayInternal(router.AsyncioRouter._pick_and_reserve_replica, "_choose_replica_for_request"),
     RayInternal(router.AsyncioRouter._route_and_send_request_once, "_choose_replica_for_request"),
     RayInternal(RequestRouter._choose_replica_for_request, "is_retry"),
-    RayInternal(RequestRouter, "_probe_queue_lens"),
-    RayInternal(RequestRouter, "_backoff"),
-    RayInternal(RequestRouter, "replica_queue_len_cache"),
-    RayInternal(RequestRouter, "on_send_request"),
-    RayInternal(RequestRouter, "on_new_queue_len_info"),
     RayInternal(RequestRouter, "curr_replicas"),
     RayInternal(RequestRouter, "update_replicas"),
-    RayInternal(RequestRouter._update_running_replicas, "create_replica_wrapper"),
     RayInternal(LocalityMixin.__init__, "_self_node_id"),
-    RayInternal(RequestRouter.__init__, "queue_wait_time_ms_histogram"),
-    RayInternal(PendingRequest, "created_at"),
-    RayInternal(RunningReplica, "reserve_slot"),
-    RayInternal(RunningReplica, "release_slot"),
     # Calls: a response has the future of the sent call, which can be cancelled.
     RayInternal(_response.__init__, "_replica_result_future"),
     RayInternal(ReplicaResult, "cancel"),
     RayInternal(ReplicaResult, "get_async"),
     RayInternal(serve_handle.DeploymentBroadcastResponse, "_fetch_replica_results_async"),
-    # Reservations.
-    RayInternal(serve_handle.DeploymentHandle, "choose_replica"),
-    RayInternal(serve_handle.DeploymentHandle, "dispatch"),
     RayInternal(serve_handle.DeploymentHandle, "broadcast"),
-    RayInternal(replica_wrapper.ReplicaSelection, "_release_slot"),
-    RayInternal(replica_wrapper.ReplicaSelection, "node_id"),
     RayInternal(common.RequestMetadata, "session_id"),
     RayInternal(handle_options.DynamicHandleOptions, "_by_reference"),
     RayInternal(handle_options.DynamicHandleOptions, "response_serialization"),
@@ -93,7 +71,6 @@ REQUIRED: tuple[RayInternal, ...] = (
     # This process's own replica.
     RayInternal(replica.ReplicaActor.__init__, "_replica_impl"),
     RayInternal(replica.Replica.__init__, "_shutting_down"),
-    RayInternal(replica.Replica.__init__, "_reserved_slots"),
     RayInternal(replica.Replica, "get_num_ongoing_requests"),
     # The address at which this process's replica takes calls.
     RayInternal(replica.Replica._on_initialized, "add_port_to_grpc_server"),
@@ -124,20 +101,6 @@ def cancel_call(response: Any) -> None:
         sent.result().cancel()
 
 
-async def end_dispatch(response: Any, selection: Any) -> None:
-    """Cancel a dispatched call, and release its slot if the call was never sent.
-
-    `dispatch` marks the selection as used at once and sends the call in a task. If that task is cancelled before its
-    first step, neither the call nor `choose_replica` releases the slot. Releasing a slot twice is harmless.
-    """
-    sent = response._replica_result_future
-    cancel_call(response)
-    if isinstance(sent, asyncio.Future) and not sent.done():
-        await asyncio.wait({sent}, timeout=END_OF_DISPATCH_S)
-    if sent.cancelled():
-        await selection._release_slot(force=True)
-
-
 async def replica_calls(handle: Any, method: str, *args: Any) -> list[Any]:
     """Call a method of every running replica. Returns one `ReplicaResult` each, to be awaited with `answer_of`.
 
@@ -152,14 +115,20 @@ async def answer_of(call: Any) -> Any:
 
 
 class RunningNode(NamedTuple):
-    """A node with a running replica of a deployment."""
+    """A node with a running replica of a deployment; both ids are '' in Serve's local testing mode."""
 
     node_id: str
+    replica_id: str
+    """Unique id of the replica."""
     metadata: dict[str, Any]
     """The result of the replica's `record_replica_metadata` at its start; {} without that method."""
 
 
-def running_replicas(handle: Any) -> Mapping[Any, RunningReplica] | None:
+LOCAL_NODE = RunningNode("", "", {})
+"""The node of every deployment in Serve's local testing mode."""
+
+
+def running_replicas(handle: Any) -> Mapping[Any, Any] | None:
     """Return a deployment's running replicas, as this process knows them; None if it does not know.
 
     It is the router's own mapping, which another thread may change: replicas leave it, and a new one takes its place
@@ -173,10 +142,14 @@ def running_replicas(handle: Any) -> Mapping[Any, RunningReplica] | None:
 
 def running_nodes(handle: Any) -> list[RunningNode] | None:
     """Return the nodes of a deployment's running replicas, as this process knows them; None if it does not know."""
-    replicas = running_replicas(handle)
-    if replicas is None:
+    if isinstance(getattr(handle, "_router", None), local_testing_mode.LocalRouter):
+        return [LOCAL_NODE]
+    if (replicas := running_replicas(handle)) is None:
         return None
-    return [RunningNode(replica.node_id, replica.replica_metadata) for replica in list(replicas.values())]
+    return [
+        RunningNode(replica.node_id, replica.replica_id.unique_id, replica.replica_metadata)
+        for replica in list(replicas.values())
+    ]
 
 
 def own_replica() -> Any:
@@ -198,13 +171,8 @@ def stop_flag() -> Callable[[], bool]:
     return lambda: found._shutting_down
 
 
-def num_reserved_slots() -> int:
-    """Return the number of slots that callers have reserved without sending their call yet."""
-    return len(own_replica()._reserved_slots)
-
-
 def num_ongoing_requests() -> int:
-    """Return the number of running calls, the current one included, plus reserved slots."""
+    """Return the number of running calls, the current one included."""
     return own_replica().get_num_ongoing_requests()
 
 

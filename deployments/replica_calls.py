@@ -1,12 +1,12 @@
-"""Calls to other replicas: reservations, timeouts, cancellation, and the meaning of their errors.
+"""Calls to other replicas: timeouts, cancellation, and the meaning of their errors.
 
 Every function raises CancelledThere, not CancelledError, where the replica has cancelled the call.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -14,7 +14,7 @@ from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayTas
 from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.ray_internals import answer_of, cancel_call, end_dispatch, replica_calls, running_nodes
+from deployments.ray_internals import answer_of, cancel_call, replica_calls, running_nodes
 from deployments.replica_choice import NoReplica
 from engine.protocol import OrchardError
 
@@ -34,7 +34,7 @@ class Silent(Exception):
 
 
 class NoAnswer(TimeoutError):
-    """The timeout of `call_within` or `reserve` has passed, as opposed to a TimeoutError of the call itself."""
+    """The timeout of `call_within` has passed, as opposed to a TimeoutError of the call itself."""
 
 
 LOST_REPLICA_ERRORS = (
@@ -52,86 +52,8 @@ RESET_BY_PEER = ("stream removed", "rst_stream", "connection reset", "socket clo
 """Phrases in the details of gRPC's UNKNOWN and INTERNAL that mean that the peer's process ended during the call."""
 
 
-class ReservedSlot:
-    """A reserved slot of a replica, and the call that uses it; made by `reserve`.
-
-    Attributes:
-        node_id: Node of the replica; '' in Serve's local testing mode, which has no reservations.
-        replica_id: Unique id of the replica; '' there.
-    """
-
-    def __init__(self, handle: Any, selection: Any | None, resources: AsyncExitStack):
-        self.node_id: str = selection.node_id if selection is not None else ""
-        self.replica_id: str = selection.replica_id if selection is not None else ""
-        self._handle = handle
-        self._selection = selection
-        self._resources = resources
-
-    async def stream(self, request: Any) -> Any:
-        """Start the call of a streaming handle, and return its items. It ends when the slot is released."""
-        items = self._send(request)
-        self._resources.push_async_callback(self._end, items)
-        await asyncio.sleep(0)
-        return items
-
-    async def call(self, request: Any) -> Any:
-        """Make the call and return its answer. Cancelling the caller cancels it."""
-        response = self._send(request)
-        try:
-            await asyncio.sleep(0)
-            return await response
-        except asyncio.CancelledError:
-            await self._end(response)
-            raise
-
-    def _send(self, request: Any) -> Any:
-        """Dispatch a call, which Ray sends in its own task.
-
-        The caller then yields to the event loop, as the slot would leak if that task were cancelled before its first
-        step.
-        """
-        if self._selection is None:
-            return self._handle.remote(request)
-        return self._handle.dispatch(self._selection, request)
-
-    async def _end(self, response: Any) -> None:
-        if self._selection is None:
-            cancel_call(response)
-        else:
-            await end_dispatch(response, self._selection)
-
-
-@asynccontextmanager
-async def reserve(handle: Any, timeout_s: float, **preferences: Any) -> AsyncIterator[ReservedSlot]:
-    """Reserve a slot of a replica; at the end, end its call and release it.
-
-    Args:
-        handle: Handle with the method to call.
-        timeout_s: Longest wait for a slot.
-        preferences: Arguments of `choose_replica`.
-
-    Raises:
-        NoAnswer: There was no slot within timeout_s.
-        Exception: Whatever `choose_replica` raises.
-    """
-    with telling_remote_cancels():
-        async with AsyncExitStack() as resources:
-            selection: Any = None
-            scope = asyncio.timeout(timeout_s)
-            try:
-                async with scope:
-                    selection = await resources.enter_async_context(handle.choose_replica(**preferences))
-            except NotImplementedError:
-                pass  # Serve's local testing mode
-            except TimeoutError:
-                if scope.expired():
-                    raise NoAnswer from None
-                raise
-            yield ReservedSlot(handle, selection, resources)
-
-
-async def call_within(timeout_s: float, response: Any) -> Any:
-    """Await a handle's call, and cancel it after timeout_s or with the caller.
+async def call_within(timeout_s: float | None, response: Any) -> Any:
+    """Await a handle's call, and cancel it after timeout_s (None: never) or with the caller.
 
     Raises:
         NoAnswer: The timeout has passed.

@@ -3,6 +3,8 @@
 Every failure is a `NoPlan`, and the prompt is then prefilled densely. Cancelling a call also cancels it in the replica.
 """
 
+import asyncio
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -11,7 +13,8 @@ from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledErr
 from ray.serve.handle import DeploymentHandle
 
 from deployments.process import node_id
-from deployments.replica_calls import NoAnswer, call_within, cause_of, is_replica_lost, reserve
+from deployments.ray_internals import running_nodes
+from deployments.replica_calls import NoAnswer, call_within, cause_of, is_replica_lost, while_running
 from deployments.replica_choice import pin_to
 from engine.core.spec_prefill.plan import Scored, ScoreRequest
 from engine.protocol import (
@@ -24,8 +27,6 @@ from engine.protocol import (
     ScoringTooSlow,
 )
 
-RESERVE_TIMEOUT_S = 1.0
-"""Longest wait for a slot of a scorer. A prompt does not wait for a scorer to start; it is prefilled densely."""
 ENGINE_TIMEOUT_S = 10.0
 """Longest wait for the cached prefix. An engine answers between steps, which may take seconds."""
 
@@ -48,7 +49,8 @@ class ScorerClient:
     """Calls the engine of this node and the scorers for a planner; owns the handles."""
 
     def __init__(self, engine: DeploymentHandle, scorer: DeploymentHandle):
-        self._engine = engine.options(method_name="cached_prefix", session_id=pin_to(node_id()))
+        self._node_id = node_id()
+        self._engine = engine.options(method_name="cached_prefix", session_id=pin_to(self._node_id))
         self._scorer = scorer.options(method_name="score")
 
     async def cached_prefix(self, request: EngineRequest) -> CachedPrefix:
@@ -64,21 +66,23 @@ class ScorerClient:
 
         Args:
             request: The prompt.
-            node_id: Node of the scorer; None: the scorer on this node if it has a free slot, else the least loaded one.
+            node_id: Node of the scorer; None: the one on this node if it has one, else any.
 
         Returns:
             The scorer's answer, and its node, which caches the prompt's state for a second call; '' without Ray.
 
         Raises:
-            NoPlan: There is no plan.
+            NoPlan: There is no plan. A prompt does not wait for a scorer to start.
         """
-        scorer = self._scorer if node_id is None else self._scorer.options(session_id=pin_to(node_id))
         with _no_plan_without("scorer"):
-            try:
-                async with reserve(scorer, RESERVE_TIMEOUT_S) as slot:
-                    return await slot.call(request), slot.node_id
-            except NoAnswer:
-                raise _unavailable(f"no scorer accepted the prompt within {RESERVE_TIMEOUT_S:g} s") from None
+            nodes = [one.node_id for one in running_nodes(self._scorer) or ()]
+            if node_id is None:
+                node_id = self._node_id if self._node_id in nodes else random.choice(nodes) if nodes else None
+            if node_id is None or node_id not in nodes:
+                raise _unavailable("no scorer is running" + ("" if node_id is None else " on the prompt's node"))
+            scorer = self._scorer.options(session_id=pin_to(node_id, 0.0))
+            scoring = asyncio.ensure_future(call_within(None, scorer.remote(request)))
+            return await while_running(scorer, node_id, scoring), node_id
 
 
 def _unavailable(why: str) -> NoPlan:

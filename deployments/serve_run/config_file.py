@@ -318,8 +318,8 @@ def _deployment_mistakes(deployment: Any, args: dict[str, Any]) -> Iterator[str]
         yield f"deployments.SpecPrefillScorer: does not exist, as {reason}"
     keys: Reasons = DEPLOYMENT_KEYS
     if name not in PLANNERS:
-        derived = "is derived from max_running and max_queue in args: the engine decides which requests wait"
-        keys = {**DEPLOYMENT_KEYS, "max_ongoing_requests": derived}
+        unlimited = "is unlimited: max_running and max_queue in args decide how many requests there are"
+        keys = {**DEPLOYMENT_KEYS, "max_ongoing_requests": unlimited}
     yield from _key_mistakes(deployment, keys, f"deployments.{name}.")
     yield from _logging_mistakes(deployment, f"deployments.{name}.")
 

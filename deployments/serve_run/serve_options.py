@@ -133,8 +133,9 @@ SERVE_SECTIONS = [
             Option(
                 "applications[].deployments[].max_ongoing_requests",
                 "integer, ≥ 1",
-                "`64` for TextMTP, `32` for MLLM",
-                "requests that a planner prepares at the same time; derived for other deployments",
+                "`1000000`",
+                "TextMTP and MLLM only: requests that a planner holds at the same time; further ones wait at the "
+                "ingress, and threads and bytes are bounded in any case",
             ),
             Option(
                 "applications[].deployments[].health_check_period_s",

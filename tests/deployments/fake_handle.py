@@ -1,13 +1,11 @@
-"""FakeHandle: acts as a DeploymentHandle of Ray Serve does: options, reservations, calls, streams and broadcasts.
+"""FakeHandle: acts as a DeploymentHandle of Ray Serve does: options, running replicas, calls, streams and broadcasts.
 
 test_ray_internals.py runs what the deployments do with a handle against Ray's own classes.
 """
 
 import asyncio
-import contextlib
 import copy
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,17 +32,13 @@ async def play(outcome: Any) -> Any:
     return outcome
 
 
-@dataclass
-class FakeSelection:
-    """A reserved slot. on_release_unsent: called when it is released because its call was never sent."""
-
-    node_id: str = ""
-    replica_id: str = ""
-    on_release_unsent: Callable[[], None] | None = None
-
-    async def _release_slot(self, *, force: bool = False) -> None:
-        assert force and self.on_release_unsent is not None, "every call is sent at once"
-        self.on_release_unsent()
+def running(*node_ids: str) -> dict[str, Any]:
+    """Running replicas, one on each node, as Ray's router holds them; on `node-0` it is `replica-0`."""
+    names = [node_id.replace("node", "replica") for node_id in node_ids]
+    return {
+        name: SimpleNamespace(node_id=node_id, replica_id=SimpleNamespace(unique_id=name), replica_metadata={})
+        for node_id, name in zip(node_ids, names, strict=True)
+    }
 
 
 class FakeCall:
@@ -90,7 +84,7 @@ class FakeStream(FakeCall):
 
 
 class FakeHandle:
-    """A handle whose calls the test answers by overriding `call`, `reserve`, `release` and `results`.
+    """A handle whose calls the test answers by overriding `call`, `running` and `results`.
 
     Attributes:
         chosen: What `options` was called with.
@@ -106,16 +100,13 @@ class FakeHandle:
     def remote(self, *arguments: Any) -> Any:
         return self.call(*arguments)
 
-    def dispatch(self, selection: Any, *arguments: Any, **named: Any) -> Any:
-        return self.call(*arguments, **named)
+    @property
+    def _router(self) -> Any:
+        return SimpleNamespace(_asyncio_router=SimpleNamespace(request_router=self))
 
-    @contextlib.asynccontextmanager
-    async def choose_replica(self, *arguments: Any, **preferences: Any) -> AsyncIterator[Any]:
-        selection = await self.reserve(*arguments, **preferences)
-        try:
-            yield selection
-        finally:
-            await self.release()
+    @property
+    def curr_replicas(self) -> dict[str, Any]:
+        return self.running()
 
     def broadcast(self, method: str, *arguments: Any) -> DeploymentBroadcastResponse:
         return DeploymentBroadcastResponse(self.results(method, *arguments), asyncio.get_running_loop())
@@ -124,12 +115,9 @@ class FakeHandle:
         """Return the response of a call."""
         raise AssertionError("nothing calls this deployment")
 
-    async def reserve(self, *arguments: Any, **preferences: Any) -> Any:
-        """Return a reserved slot. Without an override there are none, as in Serve's local testing mode."""
-        raise NotImplementedError
-
-    async def release(self) -> None:
-        """Note that a slot is released."""
+    def running(self) -> dict[str, Any]:
+        """Return the running replicas, see the function `running`. Without an override it is one without a node."""
+        return running("")
 
     def results(self, method: str, *arguments: Any) -> Coroutine[Any, Any, list[Any]]:
         """Return one call for each replica."""
@@ -146,8 +134,15 @@ class FakeRunningHandle(FakeHandle):
 
     def __init__(self, num_replicas: int, has_had_one: bool = True):
         self.has_had_one = has_had_one
-        self._router = self._asyncio_router = self._request_router = self
-        self.curr_replicas = {str(i): None for i in range(num_replicas)}
+        self._running = running(*(f"node-{i}" for i in range(num_replicas)))
+        self._asyncio_router = self._request_router = self
+
+    @property
+    def _router(self) -> Any:
+        return self
+
+    def running(self) -> dict[str, Any]:
+        return self._running
 
     def running_replicas_populated(self) -> bool:
         return self.has_had_one

@@ -1,14 +1,14 @@
 """The whole graph in one process: real replicas with a tiny model, behind handles that act as Ray's do and have seams.
 
 Each replica's method runs in a task of its own, as it would in its process: it goes on until it is done or cancelled,
-whoever waits for it. A reservation holds a slot. Errors of a replica arrive wrapped, those of Ray as they are.
+whoever waits for it. Errors of a replica arrive wrapped, those of Ray as they are.
 """
 
 import asyncio
 import base64
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from PIL import Image
+from ray.exceptions import ActorDiedError
 from ray.serve import Deployment
 
 from deployments import ingress, mllm, model_replica, spec_prefill, text
@@ -27,13 +28,13 @@ from deployments.engine_client import EngineClient
 from deployments.ingress import Ingress
 from deployments.mllm import MLLM
 from deployments.model_replica import ModelReplica
-from deployments.replica_choice import Choice, NoOtherReplica
+from deployments.replica_calls import cause_of
 from deployments.spec_prefill import SpecPrefillScorer
 from deployments.text import TextMTP
 from engine import async_engine
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.worker.model_runner import load_runner
-from tests.deployments.fake_handle import FakeCall, FakeHandle, FakeSelection, task_error
+from tests.deployments.fake_handle import FakeCall, FakeHandle, running, task_error
 from tests.support.fake_runner import until
 from tests.support.faults import Faults
 from tests.support.faulty_engine import FaultyEngine
@@ -90,7 +91,7 @@ class Stream(Call):
 
     def __init__(self, graph: "Graph", chunks: Any):
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
-        self._faults = graph.faults
+        self._graph = graph
         self._is_read = False
         super().__init__(graph, self._pump(chunks))
 
@@ -108,7 +109,8 @@ class Stream(Call):
 
     async def __anext__(self) -> Any:
         self._is_read = True
-        await self._faults.reach("chunk", "before")
+        with self._graph.replacing_lost():
+            await self._graph.faults.reach("chunk", "before")
         item = await self._queue.get()
         if isinstance(item, Exception):
             raise item
@@ -122,35 +124,30 @@ class Stream(Call):
 
 @dataclass
 class Handle(FakeHandle):
-    """Seams: `reserve <name>`, `dispatch <name>` (at once), `<name>.<method>` (in the replica)."""
+    """Seams: `dispatch <name>` (at once, of a request), `<name>.<method>` (in the replica)."""
 
     graph: "Graph"
     name: str
 
-    async def reserve(self, *, choice: Choice = Choice()) -> FakeSelection:  # noqa: B008
-        """There is one replica; to a request that waits for another one it is new."""
-        if choice.excluded and not choice.waits:
-            raise NoOtherReplica("there is no other")
-        await self.graph.faults.reach(f"reserve {self.name}", "before")
-        self.graph.num_slots += 1
-        return FakeSelection(NODE, "r")
-
-    async def release(self) -> None:
-        self.graph.num_slots -= 1
-
-    def dispatch(self, selection: FakeSelection, *arguments: Any) -> Call:
-        self.graph.faults.at(f"dispatch {self.name}", "before")
-        return self.call(*arguments)
+    def running(self) -> dict[str, Any]:
+        """There is one replica; after the loss of one it is another one."""
+        (replica,) = running(NODE).values()
+        replica.replica_id.unique_id = f"replica {self.graph.num_lost}"
+        return {"": replica}
 
     def call(self, *arguments: Any) -> Call:
         method = self.chosen["method_name"]
         call = getattr(self.graph.replicas[self.name], method)
+        if method in ("generate", "score"):
+            with self.graph.replacing_lost():
+                self.graph.faults.at(f"dispatch {self.name}", "before")
         if self.chosen.get("stream"):
             return Stream(self.graph, call(*arguments))
         return Call(self.graph, self._run(method, call, arguments))
 
     async def _run(self, method: str, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        await self.graph.faults.reach(f"{self.name}.{method}", "before")
+        with self.graph.replacing_lost():
+            await self.graph.faults.reach(f"{self.name}.{method}", "before")
         try:
             return await call(*arguments)
         except Exception as error:
@@ -162,12 +159,12 @@ class Handle(FakeHandle):
 
 
 class Graph:
-    """replicas: by name. num_slots: of engine and scorer, held now. calls: that run now."""
+    """replicas: by name. num_lost: losses of replicas so far. calls: that run now."""
 
     def __init__(self, args: AppArgs, monkeypatch: pytest.MonkeyPatch):
         self.faults = Faults()
         self.replicas: dict[str, Any] = {}
-        self.num_slots = 0
+        self.num_lost = 0
         self.calls: set[asyncio.Task[Any]] = set()
         self._args = args
         info = {"node_id": NODE, "replica_id": "r", "pid": 7}
@@ -184,15 +181,23 @@ class Graph:
         self.replicas["mllm"] = await make(MLLM, self._args, *handles)
         self.app = await self.ingress()
 
-    async def ingress(self, reserve_timeout_s: float = PATIENT_S, plan_timeout_s: float = PATIENT_S) -> FastAPI:
+    async def ingress(self, engine_timeout_s: float = PATIENT_S, plan_timeout_s: float = PATIENT_S) -> FastAPI:
         """The HTTP app of an ingress that waits no longer than that."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ingress, "EngineClient", partial(EngineClient, reserve_timeout_s=reserve_timeout_s))
+            patch.setattr(ingress, "EngineClient", partial(EngineClient, engine_timeout_s=engine_timeout_s))
             handles = [Handle(self, name) for name in ("engine", "text", "mllm", "scorer")]
             patch.setattr(ingress, "plan_timeout_s", lambda args: plan_timeout_s)
             replica = await make(Ingress, self._args, {}, *handles)
         self.replicas["ingress"] = replica
         return replica.__serve_build_asgi_app__()
+
+    @contextlib.contextmanager
+    def replacing_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.num_lost += isinstance(cause_of(error), ActorDiedError)
+            raise
 
     @property
     def engine(self) -> FaultyEngine:
@@ -202,7 +207,6 @@ class Graph:
         def is_left() -> dict[str, Any]:
             status = self.engine.status()
             return {
-                "slots": self.num_slots,
                 "calls": len(self.calls),
                 "choices in flight": self.replicas["ingress"].in_flight.status()["num_in_flight"],
                 "rows": status.num_running + status.num_waiting,

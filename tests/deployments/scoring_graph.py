@@ -18,7 +18,7 @@ from engine.protocol import (
     SamplingParams,
     SparsePlan,
 )
-from tests.deployments.fake_handle import FakeCall, FakeHandle, FakeSelection, play
+from tests.deployments.fake_handle import FakeCall, FakeHandle, running
 
 NUM_TOKENS, NUM_SYSTEM = 1000, 100
 THRESHOLD = 500
@@ -60,12 +60,12 @@ Script = list[Any]
 @dataclass
 class Graph:
     """An engine and scorers; of each list every call takes the next, and the last one stays. engine: CachedPrefix,
-    seconds or an error. scorer: the same, or what makes a Scored of a ScoreRequest. reserve: None, seconds, an error.
+    seconds or an error. scorer: the same, or what makes a Scored of a ScoreRequest. nodes: that have a scorer.
     """
 
     engine: Script = field(default_factory=lambda: [CachedPrefix(0)])
     scorer: Script = field(default_factory=lambda: [scored])
-    reserve: Script = field(default_factory=lambda: [None])
+    nodes: tuple[str, ...] = ("node-7",)
     log: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     asked: list[EngineRequest] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Engine(FakeHandle):
     graph: Graph
 
     def call(self, request: Any) -> FakeCall:
-        assert self.chosen == {"method_name": "cached_prefix", "session_id": "node:"}
+        assert self.chosen["method_name"] == "cached_prefix"
         self.graph.log.append("ask")
         self.graph.asked.append(request)
         return FakeCall(_next(self.graph.engine), lambda: self.graph.cancelled.append("ask"))
@@ -93,18 +93,13 @@ class Engine(FakeHandle):
 class Scorer(FakeHandle):
     graph: Graph
 
-    async def reserve(self) -> FakeSelection:
-        assert self.chosen["method_name"] == "score"
-        await play(_next(self.graph.reserve))
-        self.graph.log.append(f"reserve {self.chosen.get('session_id', 'anywhere')}")
-        return FakeSelection("node-7")
-
-    async def release(self) -> None:
-        self.graph.log.append("release")
+    def running(self) -> dict[str, Any]:
+        return running(*self.graph.nodes)
 
     def call(self, request: ScoreRequest) -> FakeCall:
         sent = pickle.loads(pickle.dumps(request))  # noqa: S301
-        self.graph.log.append("score")
+        assert self.chosen["method_name"] == "score"
+        self.graph.log.append(f"score {self.chosen['session_id']}")
         self.graph.to_score.append(sent)
         outcome = _next(self.graph.scorer)
         outcome = outcome(sent) if callable(outcome) else outcome

@@ -12,7 +12,7 @@ from deployments import app
 from deployments.app import (
     ENGINE_SHARE,
     MAX_NODES,
-    MAX_PLANNING,
+    NO_LIMIT,
     SCORER_SHARE,
     SMALL_SHARE,
     AppArgs,
@@ -73,8 +73,8 @@ def test_unknown_key_or_invalid_value_is_refused_by_name(args: dict[str, Any], k
 
 
 def test_ray_without_a_required_attribute_is_refused_when_the_app_is_built(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delattr(RequestRouter, "_probe_queue_lens")
-    with pytest.raises(EngineFailed, match=r"does not support Ray [\d.]+: .* RequestRouter: _probe_queue_lens$"):
+    monkeypatch.delattr(RequestRouter, "update_replicas")
+    with pytest.raises(EngineFailed, match=r"does not support Ray [\d.]+: .* RequestRouter: update_replicas$"):
         build_app(AppArgs())
 
 
@@ -143,12 +143,9 @@ def test_application_runs_only_with_an_image_planner_unless_the_model_reads_text
         assert autoscaling.min_replicas == (waits_for is None)
 
 
-def test_ongoing_request_limit_of_serve_is_above_those_of_ingress_and_engine(monkeypatch: pytest.MonkeyPatch):
-    """In the largest cluster each ingress lets in what all engines take, so that one engine may see as much."""
-    fake_cluster(monkeypatch, ["a"])
-    deployments = deployments_of(build_app(AppArgs.model_validate({"engine": {"max_running": 3, "max_queue": 5}})))
-    for name in ("ModelReplica", "Ingress"):
-        assert deployments[name].max_ongoing_requests > MAX_NODES * 8
+def test_serve_limits_no_deployment_as_each_bounds_itself(monkeypatch: pytest.MonkeyPatch):
+    deployments = deployments_of(build_app(scoring()))
+    assert {one.max_ongoing_requests for one in deployments.values()} == {NO_LIMIT}
     autoscaling = deployments["Ingress"]._deployment_config.autoscaling_config
     assert autoscaling.max_replicas == MAX_NODES
 
@@ -201,11 +198,6 @@ def test_scorer_deployment_places_a_replica_on_each_node_with_its_resource(monke
         assert autoscaling.policy.policy_function == "deployments.autoscaling:OnePerOfferingNode"
 
 
-def test_ongoing_request_limit_of_serve_is_above_that_of_the_scorer():
-    scorer = deployments_of(build_app(scoring(max_running=3, max_queue=5)))["SpecPrefillScorer"]
-    assert scorer.max_ongoing_requests > 8
-
-
 def test_plan_timeout_is_longer_than_the_scoring_deadline():
     arguments: Any = build_app(scoring(deadline_s=500))._bound_deployment.init_args
     assert arguments[-1]._bound_deployment.name == "SpecPrefillScorer"
@@ -215,15 +207,6 @@ def test_plan_timeout_is_longer_than_the_scoring_deadline():
 def test_plan_timeout_without_a_scorer_is_the_default():
     arguments: Any = build_app(AppArgs())._bound_deployment.init_args
     assert plan_timeout_s(arguments[0]) == PLAN_TIMEOUT_S
-
-
-def test_engine_slots_include_the_cache_queries_of_all_planners():
-    without, sparse = deployments_of(build_app(AppArgs())), deployments_of(build_app(scoring()))
-    planning = sum(sparse[name].max_ongoing_requests for name in ("TextMTP", "MLLM"))
-    assert planning == 64 + 32
-    room = {name: deployment.max_ongoing_requests for name, deployment in without.items()}
-    room["ModelReplica"] += planning
-    assert {name: sparse[name].max_ongoing_requests for name in room} == room
 
 
 def test_missing_scorer_resource_is_refused_with_instructions(monkeypatch: pytest.MonkeyPatch):
@@ -327,7 +310,7 @@ def test_deployment_options_of_the_config_file_override_the_defaults():
     overrides = {"MLLM": {"max_ongoing_requests": 7}, "ModelReplica": {"health_check_period_s": 9}}
     deployments = deployments_of(build_graph(AppArgs(), overrides))
     assert deployments["MLLM"].max_ongoing_requests == 7
-    assert deployments["TextMTP"].max_ongoing_requests == MAX_PLANNING["text"]
+    assert deployments["TextMTP"].max_ongoing_requests == NO_LIMIT
     assert deployments["ModelReplica"]._deployment_config.health_check_period_s == 9
     scorer = deployments_of(build_graph(scoring(), {"SpecPrefillScorer": {"health_check_timeout_s": 4}}))
     assert scorer["SpecPrefillScorer"]._deployment_config.health_check_timeout_s == 4

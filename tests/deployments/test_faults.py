@@ -28,7 +28,7 @@ from tests.support.tiny import Tiny, build
 ENDLESS: dict[str, Any] = {"max_tokens": 20_000, "min_tokens": 20_000}
 
 HASTY_S = 0.5
-"""As long as a hasty ingress waits for a replica and for a plan."""
+"""As long as a hasty ingress waits for a plan."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,6 @@ GONE = ActorDiedError()
 LIBRARY = ZeroDivisionError("a secret of the library")
 
 POINTS = {
-    "reserve": ("text", "reserve engine"),
     "plan": ("text", "text.plan"),
     "plan of a picture": ("picture", "mllm.plan"),
     "dispatch": ("text", "dispatch engine"),
@@ -110,16 +109,13 @@ def test_unexpected_error_is_a_500_without_internal_details(bench: Bench, kind: 
 @pytest.mark.parametrize(
     ("kind", "seam", "told"),
     [
-        ("text", "reserve engine", "No engine accepted the request within 0.5 s"),
         ("text", "text.plan", "could not be prepared within 0.5 s"),
         ("picture", "mllm.plan", "could not be prepared within 0.5 s"),
     ],
 )
-def test_hanging_reservation_or_planning_is_a_503_after_the_timeout_of_the_ingress(
-    bench: Bench, kind: str, seam: str, told: str
-):
+def test_hanging_planning_is_a_503_after_the_timeout_of_the_ingress(bench: Bench, kind: str, seam: str, told: str):
     async def test() -> None:
-        app = await bench.graph.ingress(reserve_timeout_s=HASTY_S, plan_timeout_s=HASTY_S)
+        app = await bench.graph.ingress(plan_timeout_s=HASTY_S)
         bench.faults.arm(seam, stall := Stalling(), times=inf)
         client = await bench.answered(bench.ask(kind, app, stream=True))
         assert stall.began.is_set() and client.status == 503 and told in client.error["message"]
@@ -160,7 +156,7 @@ def test_requests_are_refused_while_planner_and_engine_have_different_models(
         bench.graph.replicas.update(old)
 
 
-SCORING = ("engine.cached_prefix", "reserve scorer", "dispatch scorer", "scorer.score")
+SCORING = ("engine.cached_prefix", "dispatch scorer", "scorer.score")
 SCORING_FAILS = [
     *((seam, error) for seam in SCORING for error in (GONE, LIBRARY)),
     *(("scorer.score", error) for error in (Overloaded("full", 3.0), EngineFailed("broken"))),
@@ -178,10 +174,9 @@ def test_prompt_whose_scoring_fails_is_answered_densely(bench: Bench, seam: str,
     bench.run(test)
 
 
-@pytest.mark.parametrize("seam", ["engine.cached_prefix", "reserve scorer", "scorer.score"])
+@pytest.mark.parametrize("seam", ["engine.cached_prefix", "scorer.score"])
 def test_prompt_whose_scoring_hangs_is_answered_densely(bench: Bench, seam: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scorer_client, "ENGINE_TIMEOUT_S", HASTY_S)
-    monkeypatch.setattr(scorer_client, "RESERVE_TIMEOUT_S", HASTY_S)
 
     async def test() -> None:
         bench.faults.arm(seam, stall := Stalling())

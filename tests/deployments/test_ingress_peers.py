@@ -1,7 +1,6 @@
 """One ingress among others: cancelling across ingresses, capacity, status and shutdown."""
 
 import asyncio
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,6 +20,7 @@ from deployments.protocol import ChatRequest
 from engine.config import EngineConfig
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import Overloaded, Unavailable
+from tests.deployments import fake_handle
 from tests.deployments.fake_handle import FakeCall, FakeHandle
 
 ORCHARD = DeploymentID(name="Ingress", app_name="orchard")
@@ -57,12 +57,14 @@ class Replica(INGRESS):
         """Serve awaits the one of the ingress; here nobody does."""
 
 
-async def make_ingress(monkeypatch: pytest.MonkeyPatch, ingresses: Replicas | None = None, **engine: Any) -> Any:
+async def make_ingress(
+    monkeypatch: pytest.MonkeyPatch, ingresses: Replicas | None = None, handle: Any = None, **engine: Any
+) -> Any:
     monkeypatch.setattr(ingress, "own_deployment", lambda: ingresses)
     monkeypatch.setattr(ingress, "replica_info", lambda: {"replica_id": "here"})
     monkeypatch.setattr(ingress, "STATUS_TIMEOUT_S", 0.1)
     replica: Any = Replica.__new__(Replica)
-    handle = FakeHandle()
+    handle = handle or FakeHandle()
     arguments = (AppArgs(engine=EngineConfig(**engine), drain_timeout_s=0.05), {}, handle, handle, handle)
     await replica.__init__(*arguments)
     return replica
@@ -265,59 +267,23 @@ def test_status_of_all_replicas_lacks_only_silent_replicas():
     assert asyncio.run(go()) == [engine("ready"), engine("failed")]
 
 
-def test_ingress_admits_as_many_choices_as_all_engines_run_and_queue(monkeypatch: pytest.MonkeyPatch):
-    nodes = ["a"]
+def test_ingress_admits_as_many_choices_as_the_running_engines_run_and_queue(monkeypatch: pytest.MonkeyPatch):
+    nodes: list[str] = []
 
-    async def known() -> list[str]:
-        return list(nodes)
+    class Engines(FakeHandle):
+        def running(self) -> dict[str, Any]:
+            return fake_handle.running(*nodes)
 
     async def go() -> None:
-        monkeypatch.setattr(ingress, "engine_node_ids", known)
-        monkeypatch.setattr(ingress, "ENGINES_COUNTED_EVERY_S", 0.001)
-        here = await make_ingress(monkeypatch, max_running=2, max_queue=3)
-        counting = asyncio.ensure_future(here._count_engines())
+        here = await make_ingress(monkeypatch, handle=Engines(), max_running=2, max_queue=3)
         for nodes[:], limit in ((["a"], 5), (["a", "b", "c"], 15), ([], 5)):
-            async with asyncio.timeout(5):
-                while 5 * here._num_engines != limit:
-                    await asyncio.sleep(0.001)
             with ExitStack() as entered:
                 for _ in range(limit):
                     entered.enter_context(running(here))
                 with pytest.raises(Overloaded, match=f"the limit is {limit}"):
                     entered.enter_context(running(here))
-        counting.cancel()
 
     asyncio.run(go())
-
-
-def test_engine_count_is_kept_when_ray_is_unreachable_and_logged_once_per_outage(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    num_asked = 0
-
-    async def away_twice() -> list[str]:
-        nonlocal num_asked
-        num_asked += 1
-        if num_asked == 10:
-            return ["a"] * 3
-        raise ConnectionError("no head node")
-
-    async def go() -> int:
-        monkeypatch.setattr(ingress, "engine_node_ids", away_twice)
-        monkeypatch.setattr(ingress, "ENGINES_COUNTED_EVERY_S", 0.001)
-        here = await make_ingress(monkeypatch)
-        here._num_engines = 7
-        counting = asyncio.ensure_future(here._count_engines())
-        async with asyncio.timeout(5):
-            while num_asked < 20:
-                await asyncio.sleep(0.001)
-        counting.cancel()
-        return here._num_engines
-
-    assert asyncio.run(go()) == 3
-    said = [record.getMessage() for record in caplog.records]
-    assert [message[-2:] for message in said] == [" 7", " 3"] and all("no head node" in message for message in said)
-    assert all(record.exc_info is None and record.levelno == logging.WARNING for record in caplog.records)
 
 
 def test_draining_ingress_is_not_ready_and_ends_answers_after_the_timeout(monkeypatch: pytest.MonkeyPatch):

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from deployments import placer
 from deployments.placement.conversation_keys import sketch_conversation
 from deployments.placer import FACTS, Place, Placer
 from deployments.protocol import ChatRequest, Route
-from deployments.replica_choice import QUESTION_SESSION
 from engine.placement import Question, Quote
-from tests.deployments.fake_handle import FakeCall, FakeHandle
+from tests.deployments.fake_handle import FakeCall, FakeHandle, running
 
 
 @dataclass
@@ -41,15 +39,16 @@ class Engines(FakeHandle):
         self.engines = engines
         self.whole = self
         self.num_calls = 0
-        self._router = SimpleNamespace(_asyncio_router=SimpleNamespace(request_router=self))
-        self.curr_replicas = {
-            name: SimpleNamespace(node_id=name, replica_metadata={FACTS: engine.facts})
-            for name, engine in engines.items()
-        }
+        self.replicas = running(*engines)
+        for name, engine in engines.items():
+            self.replicas[name].replica_metadata = {FACTS: engine.facts}
+
+    def running(self) -> dict[str, Any]:
+        return self.replicas
 
     def call(self, question: Question) -> FakeCall:
         is_booking = self.chosen["method_name"] == "book"
-        node_id = self.chosen["session_id"].removeprefix(QUESTION_SESSION)
+        node_id = self.chosen["session_id"].removeprefix("node:").removesuffix("@0")
         engine = self.engines[node_id]
         self.whole.num_calls += 1
 
@@ -211,10 +210,9 @@ def test_nodes_that_come_and_go_are_followed():
         for i in range(3):
             if i == 1:
                 engines.engines["c"] = Engine(Quote(prefill_s=1.0))
-                replica = SimpleNamespace(node_id="c", replica_metadata={})
-                engines.curr_replicas = {**engines.curr_replicas, "c": replica}
+                engines.replicas = engines.replicas | running("c")
             if i == 2:
-                del engines.curr_replicas["c"]  # as Ray does when an actor dies
+                del engines.replicas["c"]  # as Ray does when an actor dies
             found = await chooses.place(request(f"r{i}", f"{i}"), Route.TEXT)
             assert found is not None
             nodes.append(found.node_id)

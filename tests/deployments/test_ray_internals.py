@@ -1,7 +1,6 @@
 """Each function of ray_internals against Ray's own classes: a Ray that does it in another way is found out here."""
 
 import asyncio
-import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -13,7 +12,6 @@ from ray.serve._private import replica as ray_replica
 from ray.serve._private import router as ray_router
 from ray.serve._private.common import DeploymentHandleSource, RequestMetadata
 from ray.serve._private.replica import SERVE_BUILD_ASGI_APP_METHOD
-from ray.serve._private.request_router.replica_wrapper import ReplicaSelection
 from ray.serve.handle import DeploymentResponseGenerator
 
 from deployments import ray_internals
@@ -25,7 +23,6 @@ from deployments.ray_internals import (
     answer_of,
     cancel_call,
     check_ray,
-    end_dispatch,
     listen_on_node_address,
     replica_calls,
     running_nodes,
@@ -49,33 +46,25 @@ class Sent:
     def cancel(self) -> None:
         self.is_cancelled = True
 
-    async def __anext__(self) -> None:
-        await asyncio.Event().wait()
+    async def get_rejection_response(self) -> Any:
+        await asyncio.sleep(0)
+        return SimpleNamespace(accepted=True, num_ongoing_requests=1)
 
 
 class Replica(FakeReplica):
-    """One that counts its slots."""
+    """One that keeps the calls that are sent to it."""
 
     actor_id = None
+    is_cross_language = False
     availability_zone = None
     replica_metadata: ClassVar[dict[str, Any]] = {"model": "demo"}
     _replica_info = SimpleNamespace(node_ip="127.0.0.1", port=1)
 
     def __init__(self, name: str = "a", node_id: str = "node-0"):
         super().__init__(name, node_id)
-        self.slots: set[str] = set()
         self.sent: list[Sent] = []
 
-    async def reserve_slot(self, metadata: Any) -> Any:
-        self.slots.add("token")
-        return "token", SimpleNamespace(accepted=True, num_ongoing_requests=1)
-
-    async def release_slot(self, token: str) -> int:
-        self.slots.discard(token)
-        return len(self.slots)
-
     def try_send_request(self, request: Any, with_rejection: bool) -> Sent:
-        self.slots.discard("token")  # the replica takes it when the call arrives
         self.sent.append(Sent())
         return self.sent[-1]
 
@@ -99,7 +88,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Replica], Any]:
     monkeypatch.setattr(ray_router, "SharedRouterLongPollClient", NoLongPoll)
 
     def make(replica: Replica) -> Any:
-        return ray_router.CurrentLoopRouter(
+        router = ray_router.CurrentLoopRouter(
             controller_handle=None,
             deployment_id=DEPLOYMENT,
             handle_id="h",
@@ -111,78 +100,33 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Replica], Any]:
             prefer_local_node_routing=False,
             request_router=make_router(NodeRouter, [replica]),
         )
+        router._asyncio_router._request_router_initialized.set()
+        return router
 
     return make
 
 
-async def plan_then_dispatch(router: Any, plan: "asyncio.Future[None]", sent: list[Any], **steps: bool) -> None:
-    """Act as EngineClient does, up to the first read, and its clean-up. gives_a_turn: lets the dispatch begin."""
-    async with router.choose_replica(METADATA) as selection:
-        await plan
-        response = DeploymentResponseGenerator(router.dispatch(selection, METADATA), METADATA, False)
-        sent.append(response)
-        try:
-            if steps["gives_a_turn"]:
-                await asyncio.sleep(0)
-            await anext(response)
-        finally:
-            if steps["ends_dispatch"]:
-                await end_dispatch(response, selection)
-            else:
-                response.cancel()
+@pytest.mark.parametrize("num_turns", [0, 1, 5])
+def test_call_that_was_never_read_is_cancelled(make: Callable[[Replica], Any], num_turns: int):
+    """num_turns: of the event loop between call and cancel; Ray sends a call in a task of its own."""
 
-
-async def leaves_as_the_plan_arrives(router: Any, replica: Replica, **steps: bool) -> None:
-    """The client leaves in the very iteration of the event loop in which its request is dispatched."""
-    loop = asyncio.get_running_loop()
-    plan: asyncio.Future[None] = loop.create_future()
-    sent: list[Any] = []
-    task = asyncio.ensure_future(plan_then_dispatch(router, plan, sent, **steps))
-    while not replica.slots:
-        await asyncio.sleep(0.001)
-    plan.set_result(None)  # wakes the task in the next iteration, and in the same one the client leaves
-    loop.call_soon(task.cancel)
-    await asyncio.wait({task}, timeout=5)
-    assert task.cancelled() and sent, "the request was dispatched"
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
-@pytest.mark.parametrize("gives_a_turn", [False, True])
-def test_request_cancelled_during_its_dispatch_releases_its_slot(make: Callable[[Replica], Any], gives_a_turn: bool):
-    async def go() -> set[str]:
-        replica = Replica()
-        await leaves_as_the_plan_arrives(make(replica), replica, gives_a_turn=gives_a_turn, ends_dispatch=True)
-        assert all(call.is_cancelled for call in replica.sent)
-        return replica.slots
-
-    assert asyncio.run(go()) == set()
-
-
-def test_ray_still_leaks_the_slot_of_a_dispatch_that_never_began(make: Callable[[Replica], Any]):
-    """If it does not, end_dispatch is no longer needed."""
-
-    async def go() -> set[str]:
-        replica = Replica()
-        await leaves_as_the_plan_arrives(make(replica), replica, gives_a_turn=False, ends_dispatch=False)
-        return replica.slots
-
-    assert asyncio.run(go()) == {"token"}
-
-
-def test_sent_call_that_was_never_read_is_cancelled(make: Callable[[Replica], Any]):
-    async def go() -> tuple[bool, bool]:
+    async def go() -> tuple[list[bool], list[bool]]:
         replica = Replica()
         router = make(replica)
-        async with router.choose_replica(METADATA) as selection:
-            response = DeploymentResponseGenerator(router.dispatch(selection, METADATA), METADATA, False)
+        response = DeploymentResponseGenerator(router.assign_request(METADATA), METADATA, False)
+        for _ in range(num_turns):
             await asyncio.sleep(0)
-            response.cancel()
-            missed_by_ray = not replica.sent[0].is_cancelled
-            cancel_call(response)
-            return missed_by_ray, replica.sent[0].is_cancelled
+        response.cancel()
+        by_ray = [call.is_cancelled for call in replica.sent]
+        cancel_call(response)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return by_ray, [call.is_cancelled for call in replica.sent]
 
-    assert asyncio.run(go()) == (True, True)
+    by_ray, both = asyncio.run(go())
+    assert all(both) and len(both) == (num_turns > 0)
+    if num_turns == 5:
+        assert by_ray == [False], "if it is cancelled, Ray's own cancel is enough"
 
 
 def test_running_nodes_are_the_nodes_of_the_routers_replicas(make: Callable[[Replica], Any]):
@@ -190,7 +134,7 @@ def test_running_nodes_are_the_nodes_of_the_routers_replicas(make: Callable[[Rep
         handle = SimpleNamespace(_router=make(Replica(node_id="node-7")))
         return running_nodes(handle), running_nodes(SimpleNamespace())
 
-    assert asyncio.run(go()) == ([RunningNode("node-7", {"model": "demo"})], None)
+    assert asyncio.run(go()) == ([RunningNode("node-7", "a", {"model": "demo"})], None)
 
 
 def test_broadcast_has_an_answer_from_each_replica():
@@ -203,10 +147,6 @@ def test_broadcast_has_an_answer_from_each_replica():
         return [await answer_of(call) for call in await replica_calls(Handle(), "status", 1)]
 
     assert asyncio.run(go()) == [42, 42]
-
-
-def test_replica_selection_of_ray_has_the_attributes_that_the_client_reads():
-    assert {"replica_id", "node_id"} <= set(inspect.signature(ReplicaSelection).parameters)
 
 
 def test_the_ingress_builds_its_app_where_ray_looks_for_it():
@@ -234,17 +174,16 @@ def test_ray_without_required_attributes_is_refused_with_its_version_and_their_n
     assert all(name in message for name in ("FakeReplica: _gone", "changed: _renamed", "ray_internals: _moved"))
 
 
-def test_slots_requests_and_stop_flag_are_read_from_the_replica_object_of_ray(monkeypatch: pytest.MonkeyPatch):
+def test_requests_and_stop_flag_are_read_from_the_replica_object_of_ray(monkeypatch: pytest.MonkeyPatch):
     class OwnReplica:
         _shutting_down = False
-        _reserved_slots = frozenset({"one", "two"})
 
         def get_num_ongoing_requests(self) -> int:
             return 5
 
     actor = SimpleNamespace(_replica_impl=OwnReplica())
     monkeypatch.setattr("ray._private.worker.global_worker", SimpleNamespace(actor_id=7, actors={7: actor}))
-    assert (ray_internals.num_reserved_slots(), ray_internals.num_ongoing_requests()) == (2, 5)
+    assert ray_internals.num_ongoing_requests() == 5
     assert ray_internals.stop_flag()() is False
 
 

@@ -10,7 +10,8 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
 
 from deployments import scorer_client
-from deployments.sparse_planner import PromptFacts, SparsePlanner
+from deployments.replica_choice import NoReplica
+from engine.core.spec_prefill.plan import Scored, ScoreRequest
 from engine.protocol import (
     CachedPrefix,
     EngineFailed,
@@ -18,16 +19,14 @@ from engine.protocol import (
     OrchardError,
     Overloaded,
 )
-from tests.deployments.fake_handle import FakeCall, FakeSelection, task_error
+from tests.deployments.fake_handle import task_error
 from tests.deployments.scoring_graph import (
     ASKED,
-    CONFIG,
-    Engine,
     Graph,
-    Scorer,
     dense_because,
     plan,
     prompt,
+    scored,
 )
 
 SECRET = "/secret/path of node 10.0.0.1"
@@ -39,12 +38,12 @@ GONE = DeploymentUnavailableError(DeploymentID(name="SpecPrefillScorer", app_nam
     ("broken", "category", "reason"),
     [
         ({"scorer": [task_error(Overloaded(LATE, 1.0))]}, "busy", f"busy: {LATE}"),
-        ({"reserve": [60.0]}, "unavailable", "unavailable: no scorer accepted the prompt within 0.1 s"),
-        ({"reserve": [GONE]}, "unavailable", "unavailable: the scorer was lost"),
+        ({"nodes": ()}, "unavailable", "unavailable: no scorer is running"),
+        ({"scorer": [GONE]}, "unavailable", "unavailable: the scorer was lost"),
+        ({"scorer": [NoReplica("gone")]}, "unavailable", "unavailable: the scorer was lost"),
         ({"scorer": [ActorDiedError()]}, "unavailable", "unavailable: the scorer was lost"),
         ({"scorer": [RequestCancelledError("r")]}, "unavailable", "unavailable: the scorer was lost"),
         ({"scorer": [asyncio.CancelledError()]}, "unavailable", "unavailable: the scorer was lost"),
-        ({"reserve": [asyncio.CancelledError()]}, "unavailable", "unavailable: the scorer was lost"),
         (
             {"scorer": [task_error(EngineFailed(SECRET))]},
             "unavailable",
@@ -71,16 +70,13 @@ def test_every_scoring_failure_makes_the_prompt_dense_with_a_reason_and_a_warnin
     broken: dict[str, Any],
     category: str,
     reason: str,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
-    monkeypatch.setattr(scorer_client, "RESERVE_TIMEOUT_S", 0.1)
     graph = Graph(**broken)
     assert dense_because(graph, deadline_s=0.3) == (category, reason)
     (record,) = [record for record in caplog.records if record.name == "ray.serve"]
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith(f"request r: the prompt is prefilled densely: {reason}")
-    assert graph.log.count("release") == sum(entry.startswith("reserve") for entry in graph.log)
 
 
 def test_unexpected_scorer_error_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture):
@@ -94,7 +90,7 @@ def test_known_scorer_error_is_logged_without_a_traceback(caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("error", [TimeoutError(SECRET), task_error(TimeoutError(SECRET))])
-@pytest.mark.parametrize("who", ["scorer", "reserve", "engine"])
+@pytest.mark.parametrize("who", ["scorer", "engine"])
 def test_timeout_raised_by_a_callee_is_reported_as_a_failure(
     who: str, error: Exception, caplog: pytest.LogCaptureFixture
 ):
@@ -134,9 +130,8 @@ def test_running_scorer_or_engine_call_is_cancelled_at_the_deadline(broken: dict
     ("broken", "log", "cancelled"),
     [
         ({"engine": [60.0]}, ["ask"], ["ask"]),
-        ({"reserve": [0.9]}, ["ask"], []),
-        ({"scorer": [60.0]}, ["ask", "reserve anywhere", "score", "release"], ["score"]),
-        ({"engine": [CachedPrefix(0), 60.0]}, ["ask", "reserve anywhere", "score", "release", "ask"], ["ask"]),
+        ({"scorer": [60.0]}, ["ask", "score node:node-7@0"], ["score"]),
+        ({"engine": [CachedPrefix(0), 60.0]}, ["ask", "score node:node-7@0", "ask"], ["ask"]),
     ],
 )
 def test_cancelled_request_stops_its_scoring(broken: dict[str, Any], log: list[str], cancelled: list[str]):
@@ -155,47 +150,26 @@ def test_cancelled_request_stops_its_scoring(broken: dict[str, Any], log: list[s
     assert planner.status() == {"sparse": 0, "replanned": 0, "dense": {}}
 
 
-def test_request_cancelled_before_its_dispatch_to_the_scorer_releases_its_slot():
-    graph, released = Graph(), []
+def test_scorer_of_the_same_node_is_preferred(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scorer_client, "node_id", lambda: "node-2")
+    graph = Graph(nodes=("node-1", "node-2", "node-3"))
+    plan(Graph.planner(graph))
+    assert [entry for entry in graph.log if entry.startswith("score")] == ["score node:node-2@0"]
 
-    class Unsent(FakeCall):
-        """A dispatch that has not made its first step."""
 
-        def __init__(self) -> None:
-            super().__init__(60.0)
-            self._replica_result_future = asyncio.get_running_loop().create_future()
+def test_a_second_plan_is_not_made_by_another_scorer_than_the_one_that_keeps_the_prompts_state():
+    graph = Graph(engine=[CachedPrefix(0), CachedPrefix(300)])
 
-        def cancel(self) -> None:
-            self._replica_result_future.cancel()
+    def leaving(request: ScoreRequest) -> Scored:
+        graph.nodes = ("node-8",)
+        return scored(request)
 
-    class Dispatching(Scorer):
-        async def reserve(self) -> FakeSelection:
-            return FakeSelection("node-7", on_release_unsent=lambda: released.append("slot"))
-
-        def call(self, request: Any) -> FakeCall:
-            return Unsent()
-
-    async def go() -> None:
-        engine: Any = Engine(graph)
-        scorer: Any = Dispatching(graph)
-        planner = SparsePlanner(CONFIG, PromptFacts(frozenset()), engine, scorer)
-        task = asyncio.ensure_future(planner.plan(ASKED, prompt()))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(go())
-    assert released == ["slot"]
+    graph.scorer = [leaving]
+    assert dense_because(graph) == ("unavailable", "unavailable: no scorer is running on the prompt's node")
 
 
 def test_scorer_is_called_in_the_local_testing_mode_of_serve():
-    class Local(Scorer):
-        async def reserve(self) -> FakeSelection:
-            raise NotImplementedError
-
-    graph = Graph()
-    engine: Any = Engine(graph)
-    scorer: Any = Local(graph)
-    planned, _ = plan(SparsePlanner(CONFIG, PromptFacts(frozenset()), engine, scorer))
+    graph = Graph(nodes=("",))
+    planned, _ = plan(graph.planner())
     assert planned.sparse is not None
+    assert "score " in graph.log, "pinned to nothing"

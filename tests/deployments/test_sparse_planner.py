@@ -56,7 +56,7 @@ def test_long_prompt_gets_the_sparse_prefill_plan_of_the_scorer():
     assert report is not None and (report.num_scored, report.dense_because) == (7, None)
     assert report.scoring_s >= 0
     assert planner.status() == {"sparse": 1, "replanned": 0, "dense": {}}
-    assert graph.log == ["ask", "reserve anywhere", "score", "release", "ask"]
+    assert graph.log == ["ask", "score node:node-7@0", "ask"]
     assert graph.cancelled == []
 
 
@@ -311,7 +311,7 @@ def test_changed_cached_prefix_makes_the_same_scorer_plan_once_more(before: int,
     assert planned.sparse is not None and planned.sparse.num_dense == max(after, NUM_SYSTEM)
     assert [request.num_dense for request in graph.to_score] == [max(n, NUM_SYSTEM) for n in (before, after)]
     assert graph.log.count("ask") == 2, "once more, not for ever"
-    assert [entry for entry in graph.log if entry.startswith("reserve")] == ["reserve anywhere", "reserve node:node-7"]
+    assert [entry for entry in graph.log if entry.startswith("score")] == 2 * ["score node:node-7@0"]
     assert report is not None and report.num_scored == 14
     assert planner.status() == {"sparse": 1, "replanned": 1, "dense": {}}
 

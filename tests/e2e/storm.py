@@ -280,12 +280,11 @@ QUESTIONS = {"engines": 1, "text": 1, "mllm": 1, "spec_prefill": 1, "ingress": 2
 """Calls that run in a replica because its status is asked for: to an ingress also the HTTP request itself."""
 
 
-def slots(status: dict[str, Any]) -> dict[str, int]:
+def held_calls(status: dict[str, Any]) -> dict[str, int]:
     """By replica, what Serve counts as held there: as long as it does, the replica cannot drain."""
     held = {}
     for name, num_questions in QUESTIONS.items():
         for i, replica in enumerate(status[name] or ()):
-            held[f"reserved slots, {name} {i}"] = replica["num_reserved_slots"]
             held[f"ongoing requests, {name} {i}"] = max(0, replica["num_ongoing_requests"] - num_questions)
     return held
 
@@ -301,6 +300,6 @@ def unrest(status: dict[str, Any]) -> list[str]:
         "prefill_cache_bytes": engine["memory"]["prefill_cache_bytes"],
         **{f"in flight, ingress {i}": each["num_in_flight"] for i, each in enumerate(status["ingress"])},
         **{f"scoring, {i}": each["scorer"]["num_running"] for i, each in enumerate(status["spec_prefill"] or ())},
-        **slots(status),
+        **held_calls(status),
     }
     return [f"{name}: {value}" for name, value in held.items() if value]

@@ -97,7 +97,7 @@ BAD = {
     ),
     "ingress limit": (
         text(deployment("Ingress", max_ongoing_requests=5)),
-        ["deployments.Ingress.max_ongoing_requests: may not be set: it is derived from max_running"],
+        ["deployments.Ingress.max_ongoing_requests: may not be set: it is unlimited: max_running"],
     ),
     "engine limit": (
         text(deployment("ModelReplica", max_ongoing_requests=5)),
