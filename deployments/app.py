@@ -122,7 +122,7 @@ def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None
         **overrides.get("MLLM", {}),
     }
     mllm = MLLM.options(**mllm_options).bind(args, engine, scorer)
-    ingress_options = {**small, **overrides.get("Ingress", {})}
+    ingress_options = {**small, **ROUTER, **overrides.get("Ingress", {})}
     return Ingress.options(**ingress_options).bind(args, shown, engine, text, mllm, scorer)
 
 

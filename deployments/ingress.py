@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,22 +22,26 @@ from deployments.draining import on_stop
 from deployments.embedding import embed_all, read_embedding
 from deployments.engine_client import PLAN_TIMEOUT_S, EngineClient, failure_of
 from deployments.engine_stream import EngineStream
+from deployments.http.answer_id import tag_in, tag_of_node
+from deployments.http.api_keys import KeyIdentity
 from deployments.http.app import create_app
 from deployments.http.cache import cache_body, cleared_body
 from deployments.http.errors import NodeNotFound
 from deployments.http.parsed_request import ModelDefaults
+from deployments.http.shared_limits import Entry, SharedLimits
 from deployments.http_figures import HttpFigures
 from deployments.http_proxy import HOOK, is_guarded
 from deployments.in_flight import InFlight
+from deployments.ingress_peers import IngressPeers
 from deployments.metrics.catalog import METRICS
 from deployments.metrics.node_figures import IngressFigures
 from deployments.metrics.text_format import text_of
 from deployments.node_metrics import NodeReplicas
 from deployments.planning import thinks
-from deployments.process import in_replica, replica_info
+from deployments.process import in_replica, node_id, replica_info
 from deployments.protocol import ChatRequest, Embeddings, EmbedRequest, Route, TextDelta, TextLogprobs, ToolCall
 from deployments.ray_internals import listen_on_node_address
-from deployments.replica_calls import ask_replicas
+from deployments.replica_calls import ask_replicas, call_within
 from deployments.serve_log import join_serve_log
 from deployments.timeline import RequestTimeline, Timelines
 from deployments.tracing import Tracing
@@ -52,6 +56,8 @@ from engine.protocol import FinishReason, GrammarSpec, InvalidRequest, TokenChun
 log = logging.getLogger("ray.serve")
 
 STATUS_TIMEOUT_S = 5.0
+NEAR_TIMEOUT_S = 0.5
+"""Longest wait for the nearest engine's answer before all are asked whether they are ready."""
 READY_CHECKED_EVERY_S = 1.0
 
 STATUS_SHARED_S = 0.5
@@ -183,6 +189,9 @@ class Ingress:
             config.max_running,
             max_share_per_address=http.max_share_per_address,
         )
+        own = own_deployment()
+        self._peers = IngressPeers(own, node_id(), "" if own is None else replica_info()["replica_id"])
+        self._limits = SharedLimits(self._peers)
         self.figures = HttpFigures()
         self._tracing = Tracing(args.tracing, args.model_name) if args.tracing.endpoint is not None else None
         self.timelines = Timelines(listener=None if self._tracing is None else self._tracing.send)
@@ -205,7 +214,6 @@ class Ingress:
         self._drain_timeout_s = args.drain_timeout_s
         self._may_resume = args.resume
         self._stopping = on_stop(self.drain)
-        self._ingresses = own_deployment()
         self._engines = engine
         self._graph = {"engines": engine, "text": text, "mllm": mllm, "spec_prefill": scorer}
         self._node = NodeReplicas(self.model_name, engine, {"text": text, "media": mllm}, scorer)
@@ -217,7 +225,16 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> FastAPI:
         late_system, sampling = self._tokenizer.keeps_late_system, self._tokenizer.generation_defaults
         model = ModelDefaults(self._tokenizer.template_variables, sampling.temperature, sampling.top_p)
-        return create_app(self, self._http, self._media_kinds, late_system, is_behind_proxy=in_replica(), model=model)
+        return create_app(
+            self,
+            self._http,
+            self._media_kinds,
+            late_system,
+            is_behind_proxy=in_replica(),
+            model=model,
+            limits=self._limits,
+            tag=tag_of_node(self._peers.node_id),
+        )
 
     async def start(self, request: ChatRequest, route: Route) -> TextGeneration:
         if self._is_embedding_model:
@@ -271,7 +288,9 @@ class Ingress:
             Unavailable: An ingress did not answer, and no other one has the request.
         """
         here = self.in_flight.cancel(request_id)
-        said = await self._ask_ingresses("cancel_here", request_id)
+        if True in await self._ask_tagged(request_id, "cancel_here") or (here and tag_in(request_id) is not None):
+            return True
+        said = await self._peers.ask_all(STATUS_TIMEOUT_S, "cancel_here", request_id)
         if here or True in said:
             return True
         if num_silent := said.count(None):
@@ -281,8 +300,18 @@ class Ingress:
     async def timeline(self, id: str) -> RequestTimeline | None:
         if (found := await self.timeline_here(id)) is not None:
             return found
-        said = await self._ask_ingresses("timeline_here", id)
+        said = await self._ask_tagged(id, "timeline_here")
+        if not any(said):
+            said = await self._peers.ask_all(STATUS_TIMEOUT_S, "timeline_here", id)
         return next((one for one in said if one is not None), None)
+
+    async def _ask_tagged(self, answer_id: str, method: str) -> list[Any]:
+        """Ask the other ingress that has given an answer, by its id; [] if the id does not tell or none answers."""
+        said = []
+        for there in self._peers.others_with_tag_of(answer_id):
+            with suppress(Exception):
+                said.append(await self._peers.ask(there, STATUS_TIMEOUT_S, method, answer_id))
+        return said
 
     async def timeline_here(self, id: str) -> RequestTimeline | None:
         """Return the timeline of a request at this ingress; what only the engine knows of an aborted one is added."""
@@ -294,6 +323,12 @@ class Ingress:
 
     async def cancel_here(self, request_id: str) -> bool:
         return self.in_flight.cancel(request_id)
+
+    async def enter_limits(self, replica_id: str, key: KeyIdentity, num_choices: int) -> Entry:
+        return self._limits.enter_for(replica_id, key, num_choices)
+
+    async def leave_limits(self, replica_id: str, key: KeyIdentity, num_choices: int, num_tokens: int) -> None:
+        self._limits.leave_for(replica_id, key, num_choices, num_tokens)
 
     async def drain(self) -> None:
         """Refuse new requests and wait until the running ones end, at the latest after drain_timeout_s."""
@@ -334,18 +369,8 @@ class Ingress:
 
     async def _all_ingresses(self) -> list[dict[str, Any]]:
         own = await self.status_here()
-        said = [answer for answer in await self._ask_ingresses("status_here") if answer is not None]
+        said = [answer for answer in await self._peers.ask_all(STATUS_TIMEOUT_S, "status_here") if answer is not None]
         return [own, *(answer for answer in said if answer["replica_id"] != own["replica_id"])]
-
-    async def _ask_ingresses(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every ingress, this one included; None for one without an answer.
-
-        Returns [] in Serve's local testing mode.
-        """
-        if self._ingresses is None:
-            return []
-        asked = await ask_replicas(self._ingresses, STATUS_TIMEOUT_S, method, *args)
-        return await asyncio.gather(*asked) or [None]  # this ingress is running, so [] means that none answered
 
     async def metrics(self, shows_names: bool) -> bytes:
         http = self.figures if shows_names else self.figures.without_names()
@@ -386,7 +411,13 @@ class Ingress:
         return None if self._has_started else "Images cannot be read yet: their planner is being started."
 
     async def _ask_readiness(self) -> str | None:
-        """Return the reason why no engine is ready; None if one is."""
+        """Return the reason why no engine is ready; None if one is. The nearest is asked first, as one is enough."""
+        if self._client.nodes.num:
+            with suppress(Exception):
+                near = await call_within(NEAR_TIMEOUT_S, self._engines.options(method_name="status").remote())
+                if near["engine"]["state"] == "ready":
+                    self._ready_until = time.monotonic() + READY_CHECKED_EVERY_S
+                    return None
         reason = None
         asked = await ask_replicas(self._engines, STATUS_TIMEOUT_S, "status")
         try:

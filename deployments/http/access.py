@@ -14,7 +14,8 @@ from deployments.http.client_address import is_ip_address, is_local, is_loopback
 from deployments.http.config import HttpConfig
 from deployments.http.errors import ErrorMap, Refusal, error_dialect, shown
 from deployments.http.live_keys import LiveKeys
-from deployments.http.rate_limits import HEADER_NAMES, RateLimits
+from deployments.http.rate_limits import HEADER_NAMES
+from deployments.http.shared_limits import SharedLimits
 
 READY_PATHS = ("/health/ready", "/health", "/ping")
 """The second is vLLM's, the third what container platforms ask for."""
@@ -187,7 +188,7 @@ class Access:
     Sets `state.key` to the KeyIdentity of the request, and `state.is_administrative`.
     """
 
-    def __init__(self, app: ASGIApp, rules: AccessRules, errors: ErrorMap, limits: RateLimits):
+    def __init__(self, app: ASGIApp, rules: AccessRules, errors: ErrorMap, limits: SharedLimits):
         self._app = app
         self._rules = rules
         self._errors = errors

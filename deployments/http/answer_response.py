@@ -25,6 +25,7 @@ from deployments.http.event_stream import EventStream
 from deployments.http.fields import left_open_names
 from deployments.http.parsed_request import ParsedRequest
 from deployments.http.request_reader import Dialect
+from deployments.http.shared_limits import Use
 from deployments.http.timing import TIMING_HEADER, server_timing, told
 from deployments.http_figures import KeyUsage
 from deployments.in_flight import InFlightRequest
@@ -138,9 +139,11 @@ class AnswerResponse(Response):
             current().answer_id = job.id
             limits.check(key, job.num_choices)
             in_flight.set_choices(entry, job.id, job.num_choices)
-            with limits.enter(key, job.num_choices):
-                async with in_background(wait_disconnected(request.receive)) as left:
-                    response = await run_until(self._generate(job, key, entry, stream), entry.cancelled, left)
+            async with (
+                limits.enter(key, job.num_choices) as use,
+                in_background(wait_disconnected(request.receive)) as left,
+            ):
+                response = await run_until(self._generate(job, key, use, entry, stream), entry.cancelled, left)
             if response is None:
                 await stream.end()
             return response
@@ -165,7 +168,7 @@ class AnswerResponse(Response):
         return job
 
     async def _generate(
-        self, job: Job, key: KeyIdentity, entry: InFlightRequest, stream: EventStream
+        self, job: Job, key: KeyIdentity, use: Use, entry: InFlightRequest, stream: EventStream
     ) -> Response | None:
         """Generate the answer, with comments while a stream is silent. Returns as `_answer`."""
         async with in_background(stream.keep_alive()) if job.stream else nullcontext():
@@ -181,7 +184,7 @@ class AnswerResponse(Response):
                 return await self._whole(job, generation, answer, entry, stream)
             finally:
                 current().usage = answer.usage()
-                self._context.limits.charge(key, answer.num_prompt_tokens + answer.num_tokens)
+                use.num_tokens = answer.num_prompt_tokens + answer.num_tokens
                 await self._close(generation)
 
     async def _whole(

@@ -31,7 +31,7 @@ class ApiKeysError(OrchardError):
 
 @dataclass(frozen=True)
 class KeyLimits:
-    """Limits of one key, which each ingress applies separately. None: no limit."""
+    """Limits of one key, see shared_limits.py. None: no limit."""
 
     max_requests_per_minute: int | None = None
     max_tokens_per_minute: int | None = None

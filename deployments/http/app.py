@@ -6,6 +6,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
 from deployments.http.access import Access, AccessRules
+from deployments.http.answer_id import tag_of_node
 from deployments.http.anthropic.messages import Messages
 from deployments.http.config import HttpConfig
 from deployments.http.context import HttpContext
@@ -25,6 +26,7 @@ from deployments.http.request_id import RequestId
 from deployments.http.requests import Requests
 from deployments.http.response_counter import ResponseCounter
 from deployments.http.responses.endpoints import Responses
+from deployments.http.shared_limits import SharedLimits
 from deployments.http.status_stream import StatusStream
 from deployments.http.web_page import WebPage
 from deployments.http_figures import HttpFigures
@@ -39,6 +41,8 @@ def create_app(
     converters: Mapping[type[Exception], Converter] | None = None,
     is_behind_proxy: bool = False,
     model: ModelDefaults | None = None,
+    limits: SharedLimits | None = None,
+    tag: str = tag_of_node(""),
 ) -> FastAPI:
     """Create the HTTP API of a backend.
 
@@ -52,9 +56,12 @@ def create_app(
         converters: Convert foreign exceptions to OrchardErrors, by exception class.
         is_behind_proxy: Whether Serve's HTTP proxy adds the request id to responses, see RequestId.
         model: Facts of the checkpoint.
+        limits: Limits of the API keys; None: they are counted here alone.
+        tag: Tag of this ingress in the ids of its answers, see answer_id.py.
     """
     errors = ErrorMap(converters, lambda error, failure: _count(backend.figures, error, failure))
-    context = HttpContext(backend, config, media_kinds, keeps_late_system, errors, model or ModelDefaults())
+    limits, model = limits or SharedLimits(), model or ModelDefaults()
+    context = HttpContext(backend, config, media_kinds, keeps_late_system, errors, model, limits, tag)
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     endpoints = (
         ChatCompletions(context),
@@ -74,7 +81,7 @@ def create_app(
     for endpoint in endpoints:
         endpoint.add_to(app)
     app.add_exception_handler(HTTPException, errors.handle_http_exception)
-    app.add_middleware(Access, rules=AccessRules(config), errors=errors, limits=context.limits)
+    app.add_middleware(Access, rules=AccessRules(config), errors=errors, limits=limits)
     app.add_middleware(ResponseCounter, figures=backend.figures)
     app.add_middleware(RequestId, is_behind_proxy=is_behind_proxy)
     app.add_middleware(TellProxy, limits=ProxyLimits(config.body_limits, config.send_timeout_s))

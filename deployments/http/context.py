@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from starlette.requests import Request
 
+from deployments.http.answer_id import new_answer_id
 from deployments.http.api_keys import KeyIdentity
 from deployments.http.body_encoding import decoded
 from deployments.http.body_reader import BodyReader
@@ -14,8 +15,8 @@ from deployments.http.errors import ErrorMap, NotReady, shown
 from deployments.http.fields import IgnoredFields, printable
 from deployments.http.openapi import ApiDocument
 from deployments.http.parsed_request import ModelDefaults, ParsedRequest, ReadingRules
-from deployments.http.rate_limits import RateLimits
 from deployments.http.request_reader import Dialect
+from deployments.http.shared_limits import SharedLimits
 from deployments.http.unread_bodies import UnreadBodies, read_body
 from deployments.placement.conversation_keys import session_of
 from deployments.protocol import Backend, ChatRequest, Generation, Route
@@ -38,10 +39,10 @@ class HttpContext:
     Attributes:
         bodies: Bodies that are still arriving, with their limits.
         ignored: Counts of unknown fields.
-        limits: Rate limits of the API keys.
         rules: Rules for parsing bodies.
         api: The OpenAPI document.
         reader: Parses bodies.
+        limits: Limits of the API keys.
     """
 
     def __init__(
@@ -52,13 +53,16 @@ class HttpContext:
         keeps_late_system: bool,
         errors: ErrorMap,
         model: ModelDefaults,
+        limits: SharedLimits,
+        tag: str,
     ):
         self.backend = backend
+        self.limits = limits
+        self._tag = tag
         self.config = config
         self.errors = errors
         self.bodies = UnreadBodies(config.body_limits)
         self.ignored = IgnoredFields()
-        self.limits = RateLimits()
         self.rules = ReadingRules(
             backend.model_name,
             media_kinds,
@@ -72,6 +76,10 @@ class HttpContext:
         self.api = ApiDocument(config.unknown_fields == "refuse", backend.model_name)
         self.reader = BodyReader(self.rules, config.max_body_bytes)
         self._has_been_ready = False
+
+    def new_id(self, prefix: str) -> str:
+        """Return the id of a new answer."""
+        return new_answer_id(prefix, self._tag)
 
     async def read(self, request: Request, dialect: Dialect) -> ParsedRequest:
         """Read and parse the body of a request.

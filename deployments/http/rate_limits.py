@@ -1,9 +1,8 @@
-"""RateLimits: limits of each API key per minute and at once. Each ingress counts separately."""
+"""RateLimits: limits of each API key per minute and at once, as one ingress counts them; see shared_limits.py."""
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 
 from deployments.http.api_keys import KeyIdentity, KeyLimits
@@ -150,27 +149,29 @@ class KeyUse:
             wait_s = self._pace.seconds_until(num_over)
             raise RateLimited(self._name, "max_rows", self._max_rows, found, wait_s)
 
-    @contextmanager
-    def enter(self, num_choices: int) -> Iterator[None]:
+    def begin(self, num_choices: int) -> None:
+        """Count a request and its choices in flight. Raises what `check` raises."""
         self.check(num_choices)
         if "requests" in self.buckets:
             self.buckets["requests"].take(1)
         if self._num_rows == 0:
             self._pace.begin()
         self._num_rows += num_choices
-        try:
-            yield
-        finally:
-            self._num_rows -= num_choices
-            self._pace.ended(num_choices)
+
+    def end(self, num_choices: int, num_tokens: int) -> None:
+        """End choices in flight, and count tokens."""
+        self._num_rows = max(0, self._num_rows - num_choices)  # a key that was lost meanwhile begins anew
+        self._pace.ended(num_choices)
+        if "tokens" in self.buckets:
+            self.buckets["tokens"].take(num_tokens)
 
 
 class RateLimits:
     """Counts the use of keys with limits; other keys are not limited. Its size is bounded by the number of keys.
 
     Requests and tokens per minute are token buckets: an idle key may use a minute's allowance at once, which refills
-    evenly. A request needs one token to start and is charged for all of its tokens when its answer ends. That may
-    overdraw the bucket, and the next request waits longer.
+    evenly. A request needs one token to start, and all of its tokens count when its answer ends. That may overdraw the
+    bucket, and the next request waits longer.
 
     Args:
         clock: Monotonic seconds.
@@ -194,24 +195,29 @@ class RateLimits:
         if key.limits:
             self._use(key).check(num_choices)
 
-    @contextmanager
-    def enter(self, key: KeyIdentity, num_choices: int) -> Iterator[None]:
-        """Count a request, and its choices as in flight until the context exits.
+    def begin(self, key: KeyIdentity, num_choices: int) -> None:
+        """Count a request, and its choices as in flight until `end`.
 
         Raises:
             RateLimited: A limit of the key is reached; the request is not counted.
             InvalidRequest: More choices than the key may have in flight.
         """
-        if not key.limits:
-            yield
-            return
-        with self._use(key).enter(num_choices):
-            yield
+        if key.limits:
+            self._use(key).begin(num_choices)
 
-    def charge(self, key: KeyIdentity, num_tokens: int) -> None:
-        """Count the prompt and completion tokens of a finished answer, also of a cancelled or failed one."""
-        if key.limits and (bucket := self._use(key).buckets.get("tokens")) is not None:
-            bucket.take(num_tokens)
+    def end(self, key: KeyIdentity, num_choices: int, num_tokens: int) -> None:
+        """End the choices of a request, and count the prompt and completion tokens of its answer, complete or not."""
+        if key.limits:
+            self._use(key).end(num_choices, num_tokens)
+
+    def levels(self, key: KeyIdentity) -> dict[str, float]:
+        """Return what is left of each limit per minute, by its kind; negative when overdrawn."""
+        return {kind: bucket.level for kind, bucket in self._use(key).buckets.items()} if key.limits else {}
+
+    def set_levels(self, key: KeyIdentity, levels: Mapping[str, float]) -> None:
+        """Take over what is left of each limit per minute, as another ingress has counted it."""
+        for kind, bucket in self._use(key).buckets.items():
+            bucket.take(bucket.level - levels.get(kind, bucket.level))
 
     def headers(self, key: KeyIdentity, dialect: ErrorDialect) -> dict[str, str]:
         """Return the rate limit headers of a dialect; {} for a key without limits per minute."""

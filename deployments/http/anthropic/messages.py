@@ -1,6 +1,5 @@
 """POST /v1/messages, its token count, and its cancellation."""
 
-import secrets
 from dataclasses import replace
 
 from fastapi import FastAPI
@@ -44,7 +43,7 @@ class Messages:
         request_id: str = request.state.request_id
 
         async def make_job(parsed: ParsedRequest) -> Job:
-            id = f"msg_{secrets.token_hex(16)}"
+            id = self._context.new_id("msg_")
             chat = replace(parsed.request, request_id=id)
             encoder = MessagesEncoder(parsed.echo, id, self._context.backend.model_name, request_id)
             return Job(id, self._context.starting(chat, parsed.route), encoder, parsed.stream)

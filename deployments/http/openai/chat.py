@@ -1,6 +1,5 @@
 """POST /v1/chat/completions, and its cancellation."""
 
-import secrets
 import time
 from dataclasses import replace
 
@@ -41,7 +40,7 @@ class ChatCompletions:
         return AnswerResponse(self._context, request.state.request_id, "chat", self._job)
 
     async def _job(self, parsed: ParsedRequest) -> Job:
-        id = f"chatcmpl-{secrets.token_hex(16)}"
+        id = self._context.new_id("chatcmpl-")
         chat = replace(parsed.request, request_id=id)
         encoder = ChatEncoder(parsed.echo, id, self._context.backend.model_name, int(time.time()))
         return Job(id, self._context.starting(chat, parsed.route), encoder, parsed.stream, chat.num_choices)

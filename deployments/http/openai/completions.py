@@ -1,6 +1,5 @@
 """POST /v1/completions, and its cancellation."""
 
-import secrets
 import time
 from dataclasses import replace
 from functools import partial
@@ -41,7 +40,7 @@ class Completions:
         return AnswerResponse(self._context, request.state.request_id, "completions", self._job)
 
     async def _job(self, parsed: ParsedRequest) -> Job:
-        id = f"cmpl-{secrets.token_hex(16)}"
+        id = self._context.new_id("cmpl-")
         echo: CompletionsEcho = parsed.echo
         encoder = CompletionsEncoder(echo, id, self._context.backend.model_name, int(time.time()))
         requests = [

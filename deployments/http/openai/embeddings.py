@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import json
-import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -43,7 +42,7 @@ class EmbeddingsEndpoint:
 
     async def _job(self, parsed: ParsedRequest) -> Job:
         wanted, is_base64 = parsed.echo
-        id = f"embd-{secrets.token_hex(16)}"
+        id = self._context.new_id("embd-")
         num_parallel = min(len(wanted.prompts), MAX_PARALLEL, self._context.backend.in_flight.max_choices)
         wanted = replace(wanted, request_id=id, num_parallel=num_parallel)
         return plain_job(id, lambda key: self._embed(key, wanted, is_base64), num_parallel)

@@ -1,6 +1,5 @@
 """POST /tokenize and POST /detokenize in vLLM's dialect, also under /v1."""
 
-import secrets
 from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI
@@ -44,7 +43,7 @@ class Tokenization:
         self, request: Request, dialect: Dialect, work: Callable[[ParsedRequest], Awaitable[PlainBody]]
     ) -> Response:
         async def make_job(parsed: ParsedRequest) -> Job:
-            return plain_job(f"tok-{secrets.token_hex(16)}", lambda key: work(parsed))
+            return plain_job(self._context.new_id("tok-"), lambda key: work(parsed))
 
         return AnswerResponse(self._context, request.state.request_id, dialect, make_job)
 

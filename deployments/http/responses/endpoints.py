@@ -6,7 +6,6 @@ balancer must therefore route requests by session, for example by `x-session-id`
 
 import asyncio
 import json
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -78,7 +77,7 @@ class Responses:
 
     async def create(self, request: Request) -> Response:
         owner = _owner(request)
-        id = f"{ID_PREFIX}{secrets.token_hex(16)}"
+        id = self._context.new_id(ID_PREFIX)
 
         async def make_job(parsed: ParsedRequest) -> Job:
             parsed, earlier = await self._joined(parsed, owner)
