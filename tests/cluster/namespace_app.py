@@ -1,7 +1,7 @@
 """Deploys Orchard on the Ray cluster of this machine's node, as the namespaces of test_partition.py are; says when it
 runs on so many nodes, and stays until its stdin is closed.
 
-Usage: python -m tests.cluster.namespace_app ADDRESS NUM_NODES PORT
+Usage: python -m tests.cluster.namespace_app ADDRESS NUM_NODES PORT API_KEYS_FILE
 """
 
 import sys
@@ -21,11 +21,12 @@ from tests.cluster.conftest import APP, DEPLOYMENTS, wait_until
 START_TIMEOUT_S = 240.0
 
 
-def main(address: str, num_nodes: int, port: int) -> None:
+def main(address: str, num_nodes: int, port: int, api_keys_file: str) -> None:
     ray.init(address=address, log_to_driver=False, configure_logging=False)
     # All addresses of the namespace, which nothing but the other namespaces reaches.
     serve.start(proxy_location="EveryNode", http_options=HTTPOptions(host="0.0.0.0", port=port))
-    serve.run(build_app(AppArgs()), name=APP, route_prefix="/", blocking=False)
+    args = AppArgs.model_validate({"http": {"api_keys_file": api_keys_file}})
+    serve.run(build_app(args), name=APP, route_prefix="/", blocking=False)
 
     def is_running() -> bool:
         status = serve.status()
@@ -41,4 +42,4 @@ def main(address: str, num_nodes: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

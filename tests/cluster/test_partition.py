@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,13 @@ RESOURCES = json.dumps({"mlx": 1})
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 LONG: dict[str, Any] = {"max_tokens": 800, "min_tokens": 800}
 
+OWN_KEY, FEW_ROWS_KEY, SELDOM_KEY = "key-of-the-operator", "key-with-few-rows", "key-of-two-a-minute"
+KEYS = {
+    OWN_KEY: {"name": "operator", "is_administrative": True},
+    FEW_ROWS_KEY: {"name": "few rows", "max_rows": 2},
+    SELDOM_KEY: {"name": "seldom", "max_requests_per_minute": 2},
+}
+
 
 @dataclass
 class Answer:
@@ -49,6 +57,7 @@ class Answer:
     status: int = 0
     text: str = ""
     finish_reason: str | None = None
+    id: str = ""
     error: dict[str, Any] | None = None
     seconds: float = 0.0
     ended_at: float = 0.0
@@ -64,14 +73,18 @@ class Node:
     asked: list[Answer] = field(default_factory=list)
 
     def _http(self) -> httpx.Client:
-        return httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=ANSWER_TIMEOUT_S)
+        headers = {"Authorization": f"Bearer {OWN_KEY}"}
+        return httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=ANSWER_TIMEOUT_S, headers=headers)
 
-    def ask(self, messages: list[dict[str, Any]], request_id: str = "", **fields: Any) -> "Future[Answer]":
+    def ask(
+        self, messages: list[dict[str, Any]], request_id: str = "", key: str = OWN_KEY, **fields: Any
+    ) -> "Future[Answer]":
         """Over HTTP, at the proxy of this node."""
         answer = Answer()
         self.asked.append(answer)
         body = {"model": "demo", "messages": messages, "temperature": 0, **fields}
-        return self.machine.submit(self._talk, body, {"X-Request-Id": request_id} if request_id else {}, answer)
+        headers = {"Authorization": f"Bearer {key}", **({"X-Request-Id": request_id} if request_id else {})}
+        return self.machine.submit(self._talk, body, headers, answer)
 
     def _talk(self, body: dict[str, Any], headers: dict[str, str], answer: Answer) -> Answer:
         began = time.monotonic()
@@ -99,6 +112,7 @@ class Node:
         answer.num_events += 1
         event = json.loads(line.removeprefix("data: "))
         answer.error = event.get("error", answer.error)
+        answer.id = event.get("id", answer.id)
         for choice in event.get("choices", ()):
             answer.text += choice["delta"].get("content") or ""
             answer.finish_reason = choice["finish_reason"] or answer.finish_reason
@@ -139,7 +153,11 @@ class TwoNodes:
         log = self._directory / "app.log"
         # As `serve run` does that joins a cluster
         env = {**self._env, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-        command = [sys.executable, "-m", "tests.cluster.namespace_app", head, "2", str(PORT)]
+        keys = self._directory / "keys.json"
+        keys.touch(0o600)
+        hashes = {key: f"sha256:{sha256(key.encode()).hexdigest()}" for key in KEYS}
+        keys.write_text(json.dumps([{"hash": hashes[key], **entry} for key, entry in KEYS.items()]))
+        command = [sys.executable, "-m", "tests.cluster.namespace_app", head, "2", str(PORT), str(keys)]
         app = self.near.machine.start(command, env, log)
         wait_until(
             lambda: app.poll() is not None or "Orchard runs" in log.read_text(),
@@ -218,12 +236,28 @@ def test_both_nodes_give_the_same_answers_over_http(nodes: TwoNodes):
         assert len({(answer.text, answer.finish_reason) for answer in answers}) == 1 and answers[0].text
 
 
-def test_a_request_at_one_node_is_cancelled_at_the_other(nodes: TwoNodes):
+@pytest.mark.parametrize("is_chosen", [True, False], ids=["by the client's id", "by the answer's id"])
+def test_a_request_at_one_node_is_cancelled_at_the_other(nodes: TwoNodes, is_chosen: bool):
     future = nodes.near.ask(QUESTION, "to-cancel", stream=True, **LONG)
     wait_until(lambda: nodes.near.asked[-1].num_events > 2, ANSWER_TIMEOUT_S)
-    assert nodes.far.post("/v1/chat/completions/to-cancel/cancel")["cancelled"] is True
+    id = "to-cancel" if is_chosen else nodes.near.asked[-1].id
+    assert nodes.far.post(f"/v1/chat/completions/{id}/cancel")["cancelled"] is True
     answer = future.result(timeout=ANSWER_TIMEOUT_S)
     assert answer.error is not None and answer.error["code"] == "request_cancelled"
+    assert nodes.near.post(f"/v1/chat/completions/{id}/cancel")["error"]["code"] == "request_not_found"
+
+
+def test_limits_of_a_key_hold_at_both_nodes_together(nodes: TwoNodes):
+    both = nodes.near, nodes.far
+    running = [node.ask(QUESTION, key=FEW_ROWS_KEY, stream=True, **LONG) for node in both]
+    wait_until(lambda: all(node.asked[-1].num_events > 2 for node in both), ANSWER_TIMEOUT_S)
+    refused = [node.ask(QUESTION, key=FEW_ROWS_KEY) for node in both]
+    asked = [both[i % 2].ask(QUESTION, key=SELDOM_KEY) for i in range(8)]
+    for limit, futures in (("max_rows", refused), ("max_requests_per_minute", asked)):
+        answers = [future.result(timeout=ANSWER_TIMEOUT_S) for future in futures]
+        assert all(limit in answer.error["message"] for answer in answers if answer.error), limit
+        assert [answer.status for answer in answers].count(429) >= {"max_rows": 2, "max_requests_per_minute": 5}[limit]
+    assert [future.result(timeout=ANSWER_TIMEOUT_S).status for future in running] == [200, 200]
 
 
 def test_turns_of_a_conversation_stay_where_its_prefix_is_cached_whichever_node_is_asked(nodes: TwoNodes):
