@@ -176,7 +176,8 @@ class Placer:
             now = self._clock()
             booking = OwnBooking(now, node_id, quote.prefill_s)
             self._own.append(booking)
-            heard = await self._hear([node_id], "book", question)
+            likely = node_id if quote.cached_tokens else ""  # elsewhere its prefix may take minutes
+            heard = await self._hear([node_id], "book", question, likely=likely)
             if node_id in heard and heard[node_id] is None:
                 return node_id
             if booking in self._own:
