@@ -25,6 +25,18 @@ class ConversationKeys:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixHolder:
+    """A node that has a prefix of a prompt, from which an engine may fetch it."""
+
+    address: str
+    """`host:port` of its server of snapshots."""
+    digest: str
+    """Digest of the snapshot."""
+    num_tokens: int
+    """Tokens of the prefix."""
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
     """The facts of a request from which an engine predicts when its first token would come."""
 

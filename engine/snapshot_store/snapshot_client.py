@@ -47,6 +47,8 @@ class Fetched:
     """Bytes that were transferred, those of an incomplete file included."""
     seconds: float = 0.0
     """Time of the transfer, without connecting and asking."""
+    last: str = ""
+    """Digest of the longest snapshot that has arrived, also after a failure; '' without one."""
 
 
 @dataclass(eq=False)
@@ -68,6 +70,8 @@ class Fetch:
     num_bytes: int = 0
     began_s: float | None = None
     """When the transfer began; monotonic seconds."""
+    last: str = ""
+    """See Fetched."""
 
     def stop(self) -> None:
         """End the fetch, because nothing waits for it; it fails with `stopped`."""
@@ -160,7 +164,7 @@ class SnapshotClient:
             self._counts["fetched_us"] += int(1e6 * seconds)
             if failure is not None:
                 self._failures[failure] += 1
-        fetch.done.set_result(Fetched(failure, fetch.num_snapshots, fetch.num_bytes, seconds))
+        fetch.done.set_result(Fetched(failure, fetch.num_snapshots, fetch.num_bytes, seconds, fetch.last))
 
     def _transfer(self, fetch: Fetch) -> None:
         """Fetch what is missing, each file after its parent. Raises PeerError."""
@@ -204,7 +208,7 @@ class SnapshotClient:
             raise PeerError("stopped", str(error)) from None
         if failure is not None:
             raise PeerError(failure, f"the disk tier does not take the file of {offer.num_tokens} tokens over")
-        fetch.num_snapshots += 1
+        fetch.num_snapshots, fetch.last = fetch.num_snapshots + 1, offer.digest
 
 
 def _connect(address: str) -> Channel:
