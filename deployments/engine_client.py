@@ -40,6 +40,7 @@ from deployments.replica_calls import (
 from deployments.replica_choice import Choice, NoOtherReplica, NoReplicaYet, pin_to
 from deployments.timeline import ENGINE, current
 from engine import retry_after
+from engine.placement import PrefixHolder
 from engine.protocol import (
     GRAMMAR_FAILED,
     Cancelled,
@@ -109,6 +110,8 @@ class PlacementAttempt:
     node_id: str = ""
     """Node of the engine's replica; '' before the reservation."""
     stage: Literal["reserve", "plan", "engine"] = "reserve"
+    holder: PrefixHolder | None = None
+    """From where the engine may fetch more of the prompt than it has."""
 
     def after(self, error: Exception, last: frozenset[str]) -> "PlacementAttempt | None":
         """Return the attempt that follows this failed one; None if the error is final.
@@ -278,7 +281,7 @@ class EngineClient:
             self._placer.planned(request, len(plan.request.token_ids))
             attempt.stage = "engine"
             engine_request, plan = plan.request, replace(plan, request=plan.request.without_pixels())
-            engine_request = replace(engine_request, spent_s=timeline.spent_s)
+            engine_request = replace(engine_request, spent_s=timeline.spent_s, holder=attempt.holder)
             opening = self._open(resources, slot, engine_request)
             del engine_request  # now only the call references the pixels, until it is sent
             part = await opening
@@ -318,21 +321,27 @@ class EngineClient:
         excluded = frozenset({left.replica_id}) if left.replica_id else frozenset[str]()
         choice = Choice(excluded, self._refusals.recent())
         attempt = PlacementAttempt(choice, self._reserve_timeout_s, self._plan_timeout_s)
-        await self._place(request, route, attempt, without=[left.node_id])
+        await self._place(request, route, attempt, without=[left.node_id], holders=[left.node_id])
         async with AsyncExitStack() as resources:
             slot = await self._reserve(resources, attempt)
             continued = plan.request
             if continued.images:
                 continued = replace(continued, images=(await self._plan(request, route, slot, attempt)).request.images)
-            return await self._open(resources, slot, replace(continued, progress=progress, spent_s=current().spent_s))
+            continued = replace(continued, progress=progress, spent_s=current().spent_s, holder=attempt.holder)
+            return await self._open(resources, slot, continued)
 
     async def _place(
-        self, request: ChatRequest, route: Route, attempt: PlacementAttempt, without: Collection[str] = ()
+        self,
+        request: ChatRequest,
+        route: Route,
+        attempt: PlacementAttempt,
+        without: Collection[str] = (),
+        holders: Collection[str] = (),
     ) -> None:
         """Ask which node is the best one for an attempt. Without an answer the router chooses."""
-        if (place := await self._placer.place(request, route, without)) is None:
+        if (place := await self._placer.place(request, route, without, holders)) is None:
             return
-        attempt.choice = replace(attempt.choice, node_id=place.node_id)
+        attempt.choice, attempt.holder = replace(attempt.choice, node_id=place.node_id), place.holder
         facts: dict[str, Any] = {"num_asked": place.num_asked}
         if (quote := place.quote) is not None:
             facts |= {"predicted_s": quote.seconds, "cached": quote.cached_tokens}

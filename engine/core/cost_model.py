@@ -159,9 +159,15 @@ class CostModel:
         """Forget the rate of a node, so that it is measured again."""
         self._fetches.pop(address, None)
 
-    def fetch_s(self, address: str, num_bytes: int) -> float:
-        """Predict the seconds of fetching snapshots of `num_bytes` from another node into the disk tier."""
-        return (self._fetches.get(address) or LearnedRate(GUESSED_FETCH_BYTES_PER_S)).seconds(num_bytes)
+    def fetched_byte_s(self, address: str | None = None) -> float:
+        """Predict the seconds per byte of fetching from a node and reading what was fetched.
+
+        Args:
+            address: The node; None: any node, at the mean pace of those that were measured.
+        """
+        rates = self._fetches.values() if address is None else filter(None, [self._fetches.get(address)])
+        seconds = [rate.seconds(2**30) for rate in list(rates)] or [2**30 / GUESSED_FETCH_BYTES_PER_S]
+        return (sum(seconds) / len(seconds) + self.read_s(2**30)) / 2**30
 
     @property
     def is_measured(self) -> bool:

@@ -109,7 +109,7 @@ class EngineCore:
         self.scheduler = Scheduler(context, self.stats)
         self._loads = LoadRecorder(clock, self.scheduler, self.prefix, self.costs)
         is_caching = self.prefix.off_reason is None
-        self.quoter = Quoter(config, clock, self.costs, self.budget.needs, self._loads, is_caching)
+        self.quoter = Quoter(config, clock, self.costs, self.budget.needs, self._loads, is_caching, peers is not None)
         self.memory: dict[str, int] = self._memory()
         self.speculation_status: dict[str, Any] = self._speculation.status()
         self.queue: tuple[QueuedRequest, ...] = ()

@@ -82,13 +82,12 @@ class PrefixFetcher:
         now = self._clock()
         if now - self._measured_s.get(address, now) > MEASURE_AGAIN_S:
             self._costs.forget_fetches(address)
-        gib_s = self._costs.fetch_s(address, 2**30) + self._disk.read_s(2**30)
-        predicted_s = num_bytes * gib_s / 2**30
+        byte_s = self._costs.fetched_byte_s(address)
+        predicted_s = num_bytes * byte_s
         if predicted_s >= computed_s:
             self._client.count_failure("slow")
             return None
-        max_bytes = 2**30 * computed_s / gib_s
-        fetch = self._client.fetch(address, holder.digest, holder.num_tokens, int(max_bytes))
+        fetch = self._client.fetch(address, holder.digest, holder.num_tokens, int(computed_s / byte_s))
         return Fetching(fetch, now, now + max(min(computed_s, FETCH_PATIENCE * predicted_s), FETCH_TIMEOUT_S))
 
     def is_over(self, fetching: Fetching, wait_s: float) -> bool:
