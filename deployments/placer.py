@@ -108,12 +108,12 @@ class Placer:
             holders: Nodes among these that are asked nevertheless, for what the others may fetch from them.
 
         Returns:
-            None if there are fewer than two nodes to choose from, or if each of them refuses the request.
+            None if there are fewer than two nodes to choose from and no holders, or if each of them refuses.
         """
         if request.sketch is None or not self._follow_nodes():
             return None
         num_tried = sum(node_id in self._placement.node_ids for node_id in set(without))
-        if len(self._placement.node_ids) - num_tried < 2:
+        if len(self._placement.node_ids) - num_tried < (1 if holders else 2):
             return None
         question, asked_s = self._question(request, route), self._clock()
         candidates = self._placement.candidates(question, without)

@@ -2,7 +2,7 @@
 
 One thread accepts connections, and each connection has a thread of its own. They read files past the disk tier's
 thread: a file is complete and never changes, and one that is removed stays readable while it is open. Python runs for
-some microseconds per frame of 1 MiB; checksums, disk and network do not hold the GIL.
+some microseconds per frame of a file; checksums, disk and network do not hold the GIL.
 """
 
 import logging

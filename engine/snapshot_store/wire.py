@@ -2,17 +2,21 @@
 
 Each frame must be sent and received as a whole within a time limit, so that a peer cannot keep a thread by sending or
 reading one byte at a time. A payload is at most as long as its receiver expects, so that it cannot fill the memory.
+
+Sockets block, with the time limits of the system: a frame of a file is read, checked, sent, received and written in one
+call each, without the GIL, because a thread waits up to 5 ms for the GIL after each call while another one runs Python.
 """
 
 import contextlib
 import os
 import re
-import select
 import socket
 import struct
 import time
 import zlib
+from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from typing import Literal, NamedTuple
 
 from engine.snapshot_store.format import DIGEST
@@ -45,8 +49,15 @@ any more. `mismatch`: it belongs to another prompt. `slow`: computing is predict
 into the disk tier. `disk`: a file cannot be read or written. `stopped`: nothing waits for it any more. `internal`: an
 error of this program."""
 
-FRAME_BYTES = 1 << 20
-"""Size of a frame of a file."""
+FRAME_BYTES = 8 << 20
+"""Size of a frame of a file; each connection has a buffer of this size at both ends."""
+
+SENDFILE_BYTES = 2 << 20
+"""Bytes per call of sendfile. Linux begins its time limit anew with each 64 KiB: a client that reads these just in time
+keeps the connection for some minutes before the frame's own limit ends it."""
+
+SMALL_BYTES = 1 << 16
+"""Largest message that is received piece by piece, so that its time limit is exact on every system."""
 
 MAX_QUESTION_BYTES = 1 << 14
 """Limit of a question, about 400 digests."""
@@ -55,7 +66,7 @@ MAX_ANSWER_BYTES = 1 << 20
 """Limit of the answer to HAVE, at least 6,000 snapshots."""
 
 FRAME_S = 10.0
-"""Longest time for one frame; a peer slower than 100 kB/s is of no use."""
+"""Longest time for one frame; a peer slower than a megabyte per second is of no use."""
 
 _HEADER = struct.Struct("<BII")
 _OFFERS = re.compile(rf"({DIGEST.pattern} (-|{DIGEST.pattern}) \d{{1,15}} \d{{1,15}}\n)*", re.ASCII)
@@ -132,7 +143,7 @@ class Channel:
     def __init__(self, connection: socket.socket):
         self._connection = connection
         self._buffer = bytearray(0)
-        connection.setblocking(False)
+        connection.setblocking(True)
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -178,14 +189,8 @@ class Channel:
         self._send(memoryview(_HEADER.pack(FrameKind.DATA, num_bytes, zlib.crc32(part))), until_s)
         end = offset + num_bytes
         while offset < end:
-            self._wait(select.POLLOUT, until_s)
-            try:
-                sent = os.sendfile(self._connection.fileno(), file, offset, end - offset)
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise PeerError("cut", f"the connection ended: {error}") from None
-            if not sent:
+            send = partial(os.sendfile, self._connection.fileno(), file, offset, min(SENDFILE_BYTES, end - offset))
+            if not (sent := self._move(socket.SO_SNDTIMEO, until_s, send)):
                 raise PeerError("disk", f"the file has fewer than {end} bytes")
             offset += sent
 
@@ -214,34 +219,24 @@ class Channel:
 
     def _send(self, rest: memoryview, until_s: float) -> None:
         while rest:
-            self._wait(select.POLLOUT, until_s)
-            try:
-                rest = rest[self._connection.send(rest) :]
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise PeerError("cut", f"the connection ended: {error}") from None
+            rest = rest[self._move(socket.SO_SNDTIMEO, until_s, partial(self._connection.send, rest)) :]
 
     def _receive(self, rest: memoryview, until_s: float) -> None:
         while rest:
-            self._wait(select.POLLIN, until_s)
-            try:
-                num_bytes = self._connection.recv_into(rest)
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise PeerError("cut", f"the connection ended: {error}") from None
-            if not num_bytes:
+            flags = socket.MSG_WAITALL if len(rest) > SMALL_BYTES else 0
+            receive = partial(self._connection.recv_into, rest, 0, flags)
+            if not (num_bytes := self._move(socket.SO_RCVTIMEO, until_s, receive)):
                 raise PeerError("cut", f"the connection ended {len(rest)} bytes early")
             rest = rest[num_bytes:]
 
-    def _wait(self, event: int, until_s: float) -> None:
-        """Wait until the socket is readable or writable."""
-        left_s = until_s - time.monotonic()
-        poll = select.poll()
-        try:
-            poll.register(self._connection, event)
-        except ValueError:
-            raise PeerError("cut", "the connection was closed") from None
-        if left_s <= 0 or not poll.poll(1000 * left_s):
-            raise PeerError("timeout", "a frame was not sent or received in time")
+    def _move(self, option: int, until_s: float, call: Callable[[], int]) -> int:
+        """Call a function that sends or receives, until it has moved bytes or the connection ends; return how many."""
+        while (left_us := int(1e6 * (until_s - time.monotonic()))) > 0:
+            try:
+                self._connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(left_us, 10**6)))
+                return call()
+            except BlockingIOError:  # the time limit of the system has passed
+                continue
+            except OSError as error:
+                raise PeerError("cut", f"the connection ended: {error}") from None
+        raise PeerError("timeout", "a frame was not sent or received in time")

@@ -270,6 +270,16 @@ def test_a_node_that_was_left_is_asked_for_what_it_holds_and_not_chosen():
     assert found.holder == PrefixHolder("a:7", "digest", 9000)
 
 
+def test_the_only_node_left_learns_what_the_other_one_holds():
+    held = Quote(snapshot=CachedSnapshot("digest", 9000, 10**6), refusal="draining")
+    engines = Engines(
+        {name: Engine(quote, facts={"snapshots": f"{name}:7"}) for name, quote in (("a", held), ("b", Quote()))}
+    )
+    assert place(engines, without=["a"]) is None
+    found = place(engines, without=["a"], holders=["a"])
+    assert found is not None and (found.node_id, found.holder) == ("b", PrefixHolder("a:7", "digest", 9000))
+
+
 def test_a_node_that_can_fetch_is_chosen_where_computing_there_would_take_too_long():
     held = Quote(cached_tokens=10**6, snapshot=CachedSnapshot("digest", 10**6, 10**9), wait_s=200.0, is_resident=True)
     facts = {name: {"snapshots": f"{name}:7"} for name in "ab"}

@@ -418,7 +418,7 @@ def test_a_client_that_does_not_read_is_left(peers: Peers, monkeypatch) -> None:
     monkeypatch.setattr(wire, "FRAME_S", 0.2)
     there = peers.files("there")
     meta = meta_of("large")
-    there.save(meta, arrays_of("large", 32 * FRAME_BYTES))
+    there.save(meta, arrays_of("large", 4 * FRAME_BYTES))
     there.flush()
     server = peers.serve(there)
     channel = greeted(server.address)
