@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
@@ -44,6 +45,8 @@ from engine.timeline import RowTimeline
 from engine.token_stream import TokenStream
 from engine.watchdog import Watchdog
 from engine.worker.model_runner import load_runner
+
+log = logging.getLogger("orchard.engine")
 
 CLEAR_TIMEOUT_S = 30.0
 HUNG_JOIN_S = 1.0
@@ -469,7 +472,15 @@ class AsyncEngine:
     def _write_snapshot(self, digest: str) -> "Future[bool]":
         """Write a snapshot that may be only in memory, between two steps; see PrefixCacheSessions.write_now."""
         done: Future[bool] = Future()
-        self._thread.submit(lambda core: done.set_result(core.prefix.write_now(digest)))
+
+        def write(core: EngineCore) -> None:
+            try:
+                done.set_result(core.prefix.write_now(digest))
+            except Exception:  # must not end the device thread
+                log.exception("a snapshot could not be written for another node")
+                done.set_result(False)
+
+        self._thread.submit(write)
         return done
 
     # On the device thread.

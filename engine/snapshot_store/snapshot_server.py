@@ -40,6 +40,9 @@ IDLE_S = 15.0
 WRITE_S = 5.0
 """Longest wait until snapshots that are only in memory are written."""
 
+MAX_WRITES = 4
+"""Most snapshots that the engine is asked to write for one question: each takes time between two of its steps."""
+
 ACCEPT_AGAIN_S = 0.1
 """Pause after a connection could not be accepted, for instance because the process has too many open files."""
 
@@ -200,7 +203,7 @@ class SnapshotServer:
         """Wait until those that the engine has only in memory are on disk, for WRITE_S at most."""
         until_s = time.monotonic() + WRITE_S
         if self._write is not None:
-            wait([self._write(digest) for digest in digests], WRITE_S)
+            wait([self._write(digest) for digest in digests[:MAX_WRITES]], WRITE_S)
         for digest in digests:
             self._files.wait_written(digest, max(0.0, until_s - time.monotonic()))
 

@@ -91,6 +91,20 @@ def test_a_snapshot_without_a_file_is_written_between_the_steps_of_its_engine(tm
     run_engines(test, tmp_path)
 
 
+def test_a_failure_to_write_for_another_node_does_not_harm_the_engine(tmp_path, monkeypatch):
+    async def test(there: AsyncEngine, here: AsyncEngine) -> None:
+        await ask(there, request("t", *turns(3)))
+        holder = await holder_of(there, LENGTH)
+        removed = await there._thread.call(lambda core: core.prefix.clear_files())
+        assert removed is not None and await asyncio.wrap_future(removed)
+        assert there._thread.worker is not None
+        monkeypatch.setattr(there._thread.worker.prefix, "write_now", lambda digest: 1 / 0)
+        assert await ask(here, replace(request("again", *turns(4)), holder=holder)) == 0
+        assert await ask(there, request("u", *turns(4))) == LENGTH
+
+    run_engines(test, tmp_path)
+
+
 @pytest.mark.parametrize("options", [{"sharing": None}, {"fetch": "off"}])
 def test_without_an_exchange_nothing_listens_and_the_prompt_is_computed(tmp_path, options):
     async def test(there: AsyncEngine, here: AsyncEngine) -> None:
