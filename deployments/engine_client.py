@@ -15,7 +15,7 @@ another engine, see engine_stream.py.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +33,7 @@ from deployments.replica_calls import call_within, cause_of, is_replica_lost, wh
 from deployments.replica_choice import NoOtherReplica, NoReplicaYet, pin_to
 from deployments.timeline import ENGINE, current
 from engine import retry_after
+from engine.placement import PrefixHolder
 from engine.protocol import (
     GRAMMAR_FAILED,
     Cancelled,
@@ -83,6 +84,8 @@ class PlacementAttempt:
     engine: RunningNode = LOCAL_NODE
     """The chosen engine."""
     stage: Literal["choose", "plan", "engine"] = "choose"
+    holder: PrefixHolder | None = None
+    """From where the engine may fetch more of the prompt than it has."""
 
     def after(self, error: Exception) -> "PlacementAttempt | None":
         """Return the attempt that follows this failed one; None if the error that ended it is final."""
@@ -242,7 +245,7 @@ class EngineClient:
         self._placer.planned(request, len(plan.request.token_ids))
         attempt.stage = "engine"
         engine_request, plan = plan.request, replace(plan, request=plan.request.without_pixels())
-        opening = self._open(engine, replace(engine_request, spent_s=timeline.spent_s))
+        opening = self._open(engine, replace(engine_request, spent_s=timeline.spent_s, holder=attempt.holder))
         del engine_request  # now only the call references the pixels, until it is sent
         part = await opening
         timeline.first_token_s = timeline.seconds
@@ -280,16 +283,27 @@ class EngineClient:
             without=frozenset({left.replica_id}) if left.replica_id else frozenset(),
             tried=(left.node_id,),
         )
-        engine = await self._choose(request, route, attempt)
+        engine = await self._choose(request, route, attempt, holders=[left.node_id])
         continued = plan.request
         if continued.images:
             continued = replace(continued, images=(await self._plan(request, route, attempt)).request.images)
-        return await self._open(engine, replace(continued, progress=progress, spent_s=current().spent_s))
+        spent_s = current().spent_s
+        return await self._open(engine, replace(continued, progress=progress, spent_s=spent_s, holder=attempt.holder))
 
-    async def _choose(self, request: ChatRequest, route: Route, attempt: PlacementAttempt) -> RunningNode:
-        """Choose the engine of an attempt: the best one of those that are asked for a quote, else any."""
-        place, facts = await self._placer.place(request, route, attempt.tried), dict[str, Any]()
+    async def _choose(
+        self, request: ChatRequest, route: Route, attempt: PlacementAttempt, holders: Collection[str] = ()
+    ) -> RunningNode:
+        """Choose the engine of an attempt: the best one of those that are asked for a quote, else any.
+
+        Args:
+            request: The request.
+            route: Its planner.
+            attempt: The attempt; updated.
+            holders: Nodes that are left out, but may hold its prefix.
+        """
+        place, facts = await self._placer.place(request, route, attempt.tried, holders), dict[str, Any]()
         if place is not None:
+            attempt.holder = place.holder
             facts["num_asked"] = place.num_asked
             if (quote := place.quote) is not None:
                 facts |= {"predicted_s": quote.seconds, "cached": quote.cached_tokens}

@@ -16,6 +16,7 @@ from deployments.protocol import EngineAnswer
 from deployments.ray_internals import http_request_id, listen_on_node_address
 from deployments.ray_mirror import RayMirror, mirror_to_ray
 from deployments.serve_log import join_serve_log
+from deployments.snapshot_sharing import sharing_of
 from engine import retry_after
 from engine.config import EngineConfig
 from engine.placement import Question, Quote
@@ -54,7 +55,7 @@ class ModelReplica:
         join_serve_log()
         from engine.async_engine import AsyncEngine  # imports MLX, which no other process of the graph may load
 
-        self._engine = AsyncEngine(config)
+        self._engine = AsyncEngine(config, sharing=sharing_of(config))
         await self._engine.wait_ready()
         model_dir = await asyncio.to_thread(resolve_checkpoint, config.model, config.revision, weights=False)
         self._checkpoint = await asyncio.to_thread(checkpoint_fingerprint, model_dir)

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 from ray.serve.handle import DeploymentHandle
 
 from deployments.placement.conversation_keys import BYTES_PER_TOKEN
+from deployments.placement.holders import prefix_holder, with_fetches
 from deployments.placement.place import NodeFacts, Placement
 from deployments.protocol import ChatRequest, Route
 from deployments.ray_internals import RunningNode, running_nodes, running_replicas
 from deployments.replica_calls import call_within
 from deployments.replica_choice import pin_to
-from engine.placement import Question, Quote
+from engine.placement import PrefixHolder, Question, Quote
 
 log = logging.getLogger("ray.serve")
 
@@ -55,6 +56,8 @@ class Place:
     """The quote of its engine; None if it did not answer in time."""
     num_asked: int
     """Nodes that were asked."""
+    holder: PrefixHolder | None = None
+    """From where its engine may fetch more of the prompt than it has; None: from nowhere."""
 
 
 class OwnBooking(NamedTuple):
@@ -93,32 +96,38 @@ class Placer:
         self._own: deque[OwnBooking] = deque(maxlen=MAX_OWN)
         self._bytes_per_token = BYTES_PER_TOKEN
 
-    async def place(self, request: ChatRequest, route: Route, without: Collection[str] = ()) -> Place | None:
+    async def place(
+        self, request: ChatRequest, route: Route, without: Collection[str] = (), holders: Collection[str] = ()
+    ) -> Place | None:
         """Choose the node of a request, and book it there.
 
         Args:
             request: The request.
             route: Its planner.
             without: Nodes to leave out: those that the request has tried.
+            holders: Nodes among these that are asked nevertheless, for what the others may fetch from them.
 
         Returns:
-            None if there are fewer than two nodes to choose from, or if each of them refuses the request.
+            None if there are fewer than two nodes to choose from and no holders, or if each of them refuses.
         """
         if request.sketch is None or not self._follow_nodes():
             return None
         num_tried = sum(node_id in self._placement.node_ids for node_id in set(without))
-        if len(self._placement.node_ids) - num_tried < 2:
+        if len(self._placement.node_ids) - num_tried < (1 if holders else 2):
             return None
         question, asked_s = self._question(request, route), self._clock()
         candidates = self._placement.candidates(question, without)
         last = self._placement.last(question)
-        quotes = await self._quotes(candidates, question, last if last in candidates else candidates[0])
+        asked = [*candidates, *(one for one in holders if one in self._placement.node_ids and one not in self._silent)]
+        held = await self._quotes(asked, question, last if last in candidates else candidates[0])
+        quotes = {node_id: held[node_id] for node_id in candidates}
         if more := self._placement.more(question, quotes, without):
             quotes |= await self._quotes(more, question)
         if (node_id := await self._book(question, quotes, asked_s)) is None:
             return None
         self._placement.placed(question, node_id)
-        return Place(node_id, quotes[node_id], len(quotes))
+        holder = prefix_holder(node_id, held | quotes, self._placement.addresses)
+        return Place(node_id, quotes[node_id], len(quotes), holder)
 
     def _follow_nodes(self) -> bool:
         """Take over the nodes that have an engine now. Returns False if they are unknown."""
@@ -170,7 +179,7 @@ class Placer:
         """
         asked_at = dict.fromkeys(quotes, asked_s)
         for _ in range(MAX_BOOKINGS):
-            node_id = self._placement.choose(question, self._with_own(quotes, asked_at))
+            node_id = self._placement.choose(question, self._with_own(quotes, asked_at, question.num_tokens))
             if node_id is None or (quote := quotes[node_id]) is None:
                 return node_id
             now = self._clock()
@@ -183,16 +192,18 @@ class Placer:
             if booking in self._own:
                 self._own.remove(booking)
             quotes[node_id], asked_at[node_id] = heard.get(node_id), now
-        return self._placement.choose(question, self._with_own(quotes, asked_at))
+        return self._placement.choose(question, self._with_own(quotes, asked_at, question.num_tokens))
 
-    def _with_own(self, quotes: Mapping[str, Quote | None], asked_at: Mapping[str, float]) -> dict[str, Quote | None]:
-        """Add this ingress' bookings since each quote was asked for, which it cannot count yet."""
+    def _with_own(
+        self, quotes: Mapping[str, Quote | None], asked_at: Mapping[str, float], num_tokens: int
+    ) -> dict[str, Quote | None]:
+        """Add this ingress' bookings since each quote was asked for, which it cannot count, and what fetching saves."""
         found = dict(quotes)
         for own in self._own:
             quote = found.get(own.node_id)
             if quote is not None and own.at_s >= asked_at[own.node_id]:
                 found[own.node_id] = replace(quote, wait_s=quote.wait_s + own.prefill_s)
-        return found
+        return with_fetches(found, self._placement.addresses, num_tokens)
 
     async def _hear(self, node_ids: Iterable[str], method: str, *args: Any, likely: str = "") -> dict[str, Any]:
         """Ask the engines of nodes; return the answers of those that answer in time.

@@ -4,6 +4,7 @@ Other modules call these functions. `REQUIRED` lists the names that they need, a
 tests/deployments/test_ray_internals.py runs each function against Ray's own classes.
 """
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -41,10 +42,13 @@ class RayInternal(NamedTuple):
         return f"{path}: {self.name}"
 
 
+_raylet: Any = importlib.import_module("ray._raylet")
 _response: Any = serve_handle._DeploymentResponseBase
 _handle: Any = serve_handle._DeploymentHandleBase
 
 REQUIRED: tuple[RayInternal, ...] = (
+    # The secret of the exchange of snapshots.
+    RayInternal(_raylet, "AuthenticationTokenLoader"),
     # NodeRouter: Ray's router chooses a replica in one method.
     RayInternal(RequestRouter, "_choose_replica_for_request"),
     RayInternal(router.AsyncioRouter._route_and_send_request_once, "_choose_replica_for_request"),
@@ -188,6 +192,11 @@ def listen_on_node_address() -> None:
     listen, address = add_port_to_grpc_server, f"[{host}]:0" if ":" in host else f"{host}:0"
     own: Any = replica
     own.add_port_to_grpc_server = lambda server, given: listen(server, address if given == ALL_ADDRESSES else given)
+
+
+def cluster_token() -> str:
+    """Return the token by which the cluster's processes authenticate; '' if Ray runs without token authentication."""
+    return _raylet.AuthenticationTokenLoader.instance().get_raw_token()
 
 
 def http_request_id() -> str:

@@ -2,9 +2,11 @@
 
 import asyncio
 import itertools
+import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -29,6 +31,7 @@ from engine.protocol import (
     EngineFailed,
     EngineRequest,
     EngineStatus,
+    FetchStatus,
     FinishReason,
     InvalidRequest,
     Overloaded,
@@ -36,11 +39,14 @@ from engine.protocol import (
     TokenChunk,
     Unavailable,
 )
+from engine.snapshot_store.exchange import Sharing, SnapshotExchange
 from engine.snapshot_store.files import SnapshotFiles, SnapshotLost
 from engine.timeline import RowTimeline
 from engine.token_stream import TokenStream
 from engine.watchdog import Watchdog
 from engine.worker.model_runner import load_runner
+
+log = logging.getLogger("orchard.engine")
 
 CLEAR_TIMEOUT_S = 30.0
 HUNG_JOIN_S = 1.0
@@ -68,11 +74,15 @@ class AsyncEngine:
     Args:
         config: The engine's configuration.
         make_runner: Creates the runner; loads `config.model` with MLX by default.
+        sharing: How snapshots are exchanged with other nodes, unless `prefix_cache.fetch` is off or there is no disk
+            tier; None: they are not.
     """
 
-    def __init__(self, config: EngineConfig, make_runner: RunnerFactory = load_runner):
+    def __init__(self, config: EngineConfig, make_runner: RunnerFactory = load_runner, sharing: Sharing | None = None):
         self.config = config
         self._make_runner = make_runner
+        self._sharing = None if config.prefix_cache.fetch == "off" else sharing
+        self._exchange: SnapshotExchange | None = None
         self._streams: dict[str, TokenStream] = {}
         self._pixel_bytes: dict[str, int] = {}  # bytes of each stream's images, kept in case its rows are preempted
         self._keys: dict[str, str] = {}  # request id -> unique key of its stream: an id may be reused while the
@@ -170,7 +180,9 @@ class AsyncEngine:
     def quote(self, question: Question) -> Quote:
         """Predict the seconds of a request, if it were placed here now; waits for no step."""
         core, refusal = self._thread.worker, self._refusal(question)
-        return Quote(refusal=refusal) if core is None or refusal is not None else core.quoter.quote(question)
+        if core is None or refusal is None:
+            return Quote(refusal=refusal) if core is None else core.quoter.quote(question)
+        return core.quoter.refuse(question, refusal)
 
     def book(self, question: Question) -> Quote | None:
         """Count a request as queued until it arrives with the question's request id, for BOOKING_S at most.
@@ -225,6 +237,7 @@ class AsyncEngine:
             requests=core.scheduler.figures.snapshot(),
             cache=replace(cache.counters, misses=dict(cache.counters.misses)),
             disk=core.prefix.disk_status(),
+            fetch=self._fetch_status(),
             num_decoding=core.scheduler.num_decoding,
             num_snapshots=len(cache.index),
             num_late=self._watchdog.num_late,
@@ -236,8 +249,8 @@ class AsyncEngine:
         """Return what does not change while the engine runs, for the placement of requests.
 
         Returns:
-            `room_bytes` for rows and snapshots, `max_context_tokens`, and `pace_s`, the predicted seconds of a prompt
-            of PACE_TOKENS tokens.
+            `room_bytes` for rows and snapshots, `max_context_tokens`, `pace_s`, the predicted seconds of a prompt of
+            PACE_TOKENS tokens, and `snapshots`, the address at which other nodes fetch snapshots; '' without one.
 
         Raises:
             EngineFailed: The engine is not ready.
@@ -249,6 +262,7 @@ class AsyncEngine:
             "room_bytes": core.budget.needs.request_bytes,
             "max_context_tokens": core.runner.max_context_tokens,
             "pace_s": core.costs.prompt_s(0, PACE_TOKENS),
+            "snapshots": "" if self._exchange is None else self._exchange.address,
         }
 
     def take_ended(self) -> list[RowTimeline]:
@@ -298,7 +312,7 @@ class AsyncEngine:
         """
         status = await self._thread.call(lambda core: core.prefix.status())
         misses = [replace(miss, request_id=miss.request_id.rpartition("#")[0]) for miss in status.recent_misses]
-        return replace(status, recent_misses=tuple(misses))
+        return replace(status, recent_misses=tuple(misses), fetch=self._fetch_status())
 
     async def clear_cache(self) -> CacheCleared:
         """Remove every snapshot that is not pinned, and all files of the disk tier.
@@ -354,7 +368,12 @@ class AsyncEngine:
         """Stop after the running step; open streams end with ERROR."""
         self._watchdog.stop()
         await self._thread.shutdown(min(timeout_s, HUNG_JOIN_S) if self._watchdog.is_hung else timeout_s)
+        if self._exchange is not None:
+            await asyncio.to_thread(self._exchange.close)
         self._grammars.close()
+
+    def _fetch_status(self) -> FetchStatus | None:
+        return None if self._exchange is None else self._exchange.status()
 
     @property
     def _unavailable(self) -> str | None:
@@ -437,10 +456,34 @@ class AsyncEngine:
             if disk is not None and runner.no_snapshots is not None:
                 raise EngineFailed(f"prefix_cache.disk has no effect with this model: {runner.no_snapshots}")
             files = SnapshotFiles(disk, runner.fingerprint) if disk is not None else None
-            return EngineCore(self.config, runner, self._publish, files=files, poll=self._thread.poll)
+            if files is not None and self._sharing is not None:
+                port = self.config.prefix_cache.fetch_port
+                self._exchange = SnapshotExchange(files, self._sharing, port, runner.fingerprint, self._write_snapshot)
+            peers = None if self._exchange is None else self._exchange.client
+            return EngineCore(self.config, runner, self._publish, files=files, peers=peers, poll=self._thread.poll)
         except BaseException:
+            if self._exchange is not None:
+                self._exchange.close()
             runner.close()
             raise
+
+    # On the threads of the exchange.
+
+    def _write_snapshot(self, digest: str) -> "Future[bool]":
+        """Write a snapshot that may be only in memory, between two steps; see PrefixCacheSessions.write_now."""
+        done: Future[bool] = Future()
+
+        def write(core: EngineCore) -> None:
+            try:
+                done.set_result(core.prefix.write_now(digest))
+            except Exception:  # must not end the device thread
+                log.exception("a snapshot could not be written for another node")
+                done.set_result(False)
+
+        self._thread.submit(write)
+        return done
+
+    # On the device thread.
 
     def _set_progress(self, progress: float) -> None:
         if self._load_progress == 1.0 and progress < 1.0:

@@ -201,12 +201,32 @@ class PrefixCacheConfig(Frozen):
     disk: DiskCacheConfig | None = Field(
         default=None, description="directory for snapshots that survive a restart, on each node; null: none"
     )
+    fetch: Annotated[Literal["auto", "on", "off"], BooleanToOnOff] = Field(
+        default="auto",
+        description="fetch cached prefixes from the disks of other nodes where that is predicted to be faster than "
+        "computing, and serve them this node's; auto: if disk is set, in a cluster of several machines that runs with "
+        "Ray's token authentication; on: fail where that is impossible",
+    )
+    fetch_port: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="TCP port on which snapshots are served to other nodes, at the node's address in the cluster; 0: "
+        "any free port",
+    )
 
     @model_validator(mode="after")
     def _effective(self) -> "PrefixCacheConfig":
         changed = [name for name in self.changed() if name != "enabled"]
         if not self.enabled and changed:
             raise ValueError(f"prefix_cache.enabled is false: {' and '.join(changed)} would have no effect")
+        if self.disk is None and self.fetch == "on":
+            raise ValueError("prefix_cache.fetch is on, but prefix_cache.disk, from which nodes fetch, is not set")
+        if (self.disk is None or self.fetch == "off") and self.fetch_port:
+            raise ValueError(
+                f"prefix_cache.fetch_port {self.fetch_port} would have no effect: prefix_cache.disk is not set, or "
+                "prefix_cache.fetch is off"
+            )
         if not self.boundaries and not self.pinned and changed != ["boundaries"]:
             raise ValueError(
                 "prefix_cache.boundaries is empty and no prompt is pinned, so that no snapshot is taken: "

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from engine.core.request_figures import RequestFigures
-from engine.protocol import CacheCounters, EngineStatus
+from engine.protocol import CacheCounters, EngineStatus, FetchStatus
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +15,8 @@ class EngineFigures:
     cache: CacheCounters = field(default_factory=CacheCounters)
     disk: dict[str, int] | None = None
     """Figures of the disk tier, None without one."""
+    fetch: FetchStatus | None = None
+    """Figures of the exchange of snapshots with other nodes, None without one."""
     num_decoding: int = 0
     """Rows of the decode batch."""
     num_snapshots: int = 0

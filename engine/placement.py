@@ -25,6 +25,28 @@ class ConversationKeys:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixHolder:
+    """A node that has a prefix of a prompt, from which an engine may fetch it."""
+
+    address: str
+    """`host:port` of its server of snapshots."""
+    digest: str
+    """Digest of the snapshot."""
+    num_tokens: int
+    """Tokens of the prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedSnapshot:
+    """A snapshot that a node has of a prompt's prefix."""
+
+    digest: str
+    num_tokens: int
+    num_bytes: int
+    """Estimated bytes of the prefix."""
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
     """The facts of a request from which an engine predicts when its first token would come."""
 
@@ -55,6 +77,11 @@ class Quote:
     """Seconds that other conversations lose in turns to come, because a new one takes their place in the cache."""
     is_resident: bool = False
     """Whether the conversation has been computed here lately."""
+    snapshot: CachedSnapshot | None = None
+    """The longest snapshot of the prompt's prefix, which other nodes may fetch, also from one that refuses the request;
+    None without one."""
+    fetch_bytes_per_s: float = 0.0
+    """Bytes per second at which this engine fetches from other nodes and reads what it has fetched; 0: it cannot."""
     refusal: Refusal | None = None
 
     @property

@@ -20,7 +20,7 @@ import numpy as np
 
 from engine.cache_miss import CacheMiss
 from engine.config import BoundaryKind, Pooling, SnapshotKind
-from engine.placement import ConversationKeys
+from engine.placement import ConversationKeys, PrefixHolder
 from engine.timeline import RowTimeline
 
 
@@ -350,6 +350,9 @@ class EngineRequest:
     """Seconds from the arrival of the HTTP request until it was sent to the engine."""
     keys: ConversationKeys | None = None
     """Keys of the conversation, by which questions find what is cached of it; None: it is found by tokens alone."""
+    holder: PrefixHolder | None = None
+    """Another node that has more of the prompt cached, as far as is known; it is asked if fetching is predicted to be
+    faster than computing."""
     progress: tuple[Progress, ...] = ()
     """One per choice: its tokens from another engine, after which the answer continues as if this engine had generated
     them. They count as output everywhere: for max_tokens, min_tokens, penalties, seeds, grammar and thought. () for a
@@ -499,6 +502,22 @@ class CacheCounters:
     misses: dict[str, int] = field(default_factory=dict)  # num_misses by reason.
 
 
+@dataclass(frozen=True, kw_only=True)
+class FetchStatus:
+    """Snapshots that nodes fetch from one another: counters since the start."""
+
+    address: str = ""  # `host:port` at which other nodes fetch this one's.
+    num_fetched: int = 0  # Snapshots fetched from other nodes, those before the wanted ones included.
+    fetched_bytes: int = 0  # Their bytes, those of incomplete files included.
+    fetched_s: float = 0.0  # Seconds of the transfers.
+    failures: dict[str, int] = field(default_factory=dict)
+    """Prefixes that were not fetched, by reason, see FetchFailure in snapshot_store/wire.py; `slow` is a decision."""
+    num_served: int = 0  # Snapshots sent to other nodes.
+    served_bytes: int = 0  # Their bytes.
+    num_refused: int = 0  # Connections of other nodes that were refused or did not greet.
+    num_connections: int = 0  # Connections of other nodes that are open now.
+
+
 @dataclass(kw_only=True)
 class CacheStatus(CacheCounters):
     """The prefix cache for `GET /v1/cache`, with a copy of its counters."""
@@ -512,6 +531,7 @@ class CacheStatus(CacheCounters):
     recent_misses: tuple[CacheMiss, ...] = ()
     """The newest first; prompts that could have got more cached tokens are included."""
     disk: dict[str, int] | None = None  # Figures of the disk tier, None without one.
+    fetch: FetchStatus | None = None  # Figures of the exchange with other nodes, None without one.
 
 
 @dataclass(frozen=True)

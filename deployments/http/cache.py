@@ -35,6 +35,7 @@ def cache_body(
                     {**asdict(miss), "explanation": explanation(miss, spell)} for miss in answer.answer.recent_misses
                 ],
                 "disk": answer.answer.disk,
+                "fetch": None if answer.answer.fetch is None else asdict(answer.answer.fetch),
             }
             for answer in answers
         ],

@@ -9,6 +9,7 @@ from deployments.metrics.reading import Read, engine_value, engine_values, of_re
 from deployments.metrics.vllm_metrics import PROPOSERS, drafts
 from engine.cache_miss import CacheMissReason
 from engine.figures import EngineFigures
+from engine.snapshot_store.wire import FetchFailure
 from engine.timeline import Obstacle, PreemptionReason
 
 ACCOUNTS = ("weights", "row", "prefill", "transient", "prefix_cache", "image_cache", "unaccounted", "free")
@@ -60,6 +61,15 @@ def _files(engine: EngineFigures) -> Mapping[str, float]:
 def _disk_value(name: str, scale: float = 1) -> Read:
     """Read a figure of the disk tier; no sample without one."""
     return engine_value(lambda engine: None if engine.disk is None else engine.disk[name] * scale)
+
+
+def _fetch_value(name: str) -> Read:
+    """Read a figure of the exchange with other nodes; no sample without one."""
+    return engine_value(lambda engine: None if engine.fetch is None else getattr(engine.fetch, name))
+
+
+def _fetch_failures(engine: EngineFigures) -> Mapping[str, float]:
+    return {} if engine.fetch is None else _counts(FetchFailure, engine.fetch.failures)
 
 
 def _acceptance(node: NodeFigures) -> Iterable[Sample]:
@@ -338,6 +348,51 @@ CACHE_METRICS = (
         "Files of the disk tier by event, such as `written`, `read`, `evicted` or `errors`.",
         engine_values(_files),
         ("event",),
+    ),
+    Metric(
+        "orchard:fetched_snapshots",
+        "counter",
+        "",
+        "Snapshots fetched from other nodes; absent where nodes share none, like all `orchard:fetch*` and "
+        "`orchard:served_*`.",
+        _fetch_value("num_fetched"),
+    ),
+    Metric(
+        "orchard:fetched_bytes",
+        "counter",
+        "bytes",
+        "Bytes that were fetched from other nodes, those of incomplete transfers included.",
+        _fetch_value("fetched_bytes"),
+    ),
+    Metric(
+        "orchard:fetch_seconds",
+        "counter",
+        "seconds",
+        "Time of fetching them.",
+        _fetch_value("fetched_s"),
+    ),
+    Metric(
+        "orchard:fetch_failures",
+        "counter",
+        "",
+        "Prefixes that other nodes have and that were computed, by reason, such as `timeout` or `damaged`; `slow`: "
+        "computing was predicted to be faster.",
+        engine_values(_fetch_failures),
+        ("reason",),
+    ),
+    Metric(
+        "orchard:served_snapshots",
+        "counter",
+        "",
+        "Snapshots that were sent to other nodes.",
+        _fetch_value("num_served"),
+    ),
+    Metric(
+        "orchard:served_bytes",
+        "counter",
+        "bytes",
+        "Bytes that were sent to other nodes.",
+        _fetch_value("served_bytes"),
     ),
 )
 

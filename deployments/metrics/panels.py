@@ -11,7 +11,7 @@ from deployments.metrics.promql import INSTANCE, RANGE, Query, fraction, increas
 Style = Literal["line", "area", "stack", "bars", "total"]
 """`stack`: areas on each other. `bars`: events. `total`: one number for each series, over the time that is shown."""
 
-PanelUnit = Literal["short", "bytes", "percentunit", "s", "suffix: tok/s", "suffix: s/s", "reqps"]
+PanelUnit = Literal["short", "bytes", "Bps", "percentunit", "s", "suffix: tok/s", "suffix: s/s", "reqps"]
 """Units of Grafana."""
 
 GRAFANA_UNITS: dict[str, PanelUnit] = {"": "short", "bytes": "bytes", "ratio": "percentunit", "seconds": "s"}
@@ -175,6 +175,20 @@ ENGINE = Row(
             "bytes",
         ),
         Panel("Snapshots", (increase("orchard:snapshots", "event"),), style="bars"),
+        Panel(
+            "Snapshots from other nodes",
+            (
+                increase("orchard:fetched_snapshots", legend="fetched"),
+                increase("orchard:served_snapshots", legend="served"),
+                increase("orchard:fetch_failures", "reason", legend="not fetched"),
+            ),
+            style="bars",
+        ),
+        Panel(
+            "Bytes to and from other nodes",
+            (rate("orchard:fetched_bytes", legend="fetched"), rate("orchard:served_bytes", legend="served")),
+            "Bps",
+        ),
         Panel("Draft tokens per second", (rate("orchard:draft_tokens", "proposer"),), TOKENS_PER_S),
         Panel(
             "Accepted share of drafts",

@@ -34,6 +34,8 @@ class NodeFacts:
     reads_images: bool = True
     pace_s: float | None = None
     """Seconds to prefill 2,048 tokens."""
+    snapshots: str = ""
+    """`host:port` at which other nodes fetch its snapshots; '' if it shares none."""
 
 
 class Placement:
@@ -58,6 +60,11 @@ class Placement:
     def node_ids(self) -> Collection[str]:
         """The nodes that exist."""
         return self._nodes.keys()
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Where nodes fetch the snapshots of each node; '' for one that shares none."""
+        return {node_id: node.snapshots for node_id, node in self._nodes.items()}
 
     def update(self, nodes: Iterable[NodeFacts]) -> None:
         """Replace the nodes that exist. Cheap if nothing has changed."""

@@ -83,8 +83,33 @@ class LearnedCost:
 GUESSED_READ_BYTES_PER_S, GUESSED_READ_BYTES = 1e9, 2.0**26
 """Assumed rate of reading from disk before anything is measured, and the bytes that the assumption weighs."""
 
-READ_FADING = 0.9
-"""Factor by which earlier reads lose weight with each new one."""
+GUESSED_FETCH_BYTES_PER_S = 1e8
+"""Assumed rate of fetching from another node before anything is measured: somewhat less than gigabit Ethernet."""
+
+FADING = 0.9
+"""Factor by which earlier reads and fetches lose weight with each new one."""
+
+MAX_PEERS = 256
+"""Nodes whose rates are remembered; the one that was measured first is forgotten first."""
+
+
+class LearnedRate:
+    """Bytes per second, from fading sums over the measurements.
+
+    Args:
+        guess: Bytes per second before anything is measured; it weighs GUESSED_READ_BYTES.
+    """
+
+    def __init__(self, guess: float):
+        self._bytes, self._seconds = GUESSED_READ_BYTES, GUESSED_READ_BYTES / guess
+
+    def record(self, num_bytes: int, seconds: float) -> None:
+        """Learn from a measurement."""
+        self._bytes, self._seconds = FADING * self._bytes + num_bytes, FADING * self._seconds + seconds
+
+    def seconds(self, num_bytes: int) -> float:
+        """Predict the seconds of `num_bytes`."""
+        return num_bytes * self._seconds / self._bytes
 
 
 class CostModel:
@@ -109,7 +134,8 @@ class CostModel:
         self.steps = StepCosts(drafts, step_times)
         self._chunks = LearnedCost([0.0, GUESSED_S_PER_TOKEN, 0.0], bool(chunk_times), MIN_ATTENTION_TOKENS)
         self._images = LearnedCost([0.0, GUESSED_S_PER_PATCH, 0.0])
-        self._reads = (GUESSED_READ_BYTES, GUESSED_READ_BYTES / GUESSED_READ_BYTES_PER_S)  # fading sums: bytes, seconds
+        self._reads = LearnedRate(GUESSED_READ_BYTES_PER_S)
+        self._fetches: dict[str, LearnedRate] = {}  # by the address of the node
         self._step_shape = (0, PLAIN)  # of the last step
         self._tokens_per_row: dict[Drafts, float] = {}
         for chunk in chunk_times:
@@ -117,13 +143,31 @@ class CostModel:
 
     def record_read(self, num_bytes: int, seconds: float) -> None:
         """Learn from snapshots that were read from disk, including their copy to the device."""
-        bytes_before, seconds_before = self._reads
-        self._reads = (READ_FADING * bytes_before + num_bytes, READ_FADING * seconds_before + seconds)
+        self._reads.record(num_bytes, seconds)
 
     def read_s(self, num_bytes: int) -> float:
         """Predict the seconds of reading snapshots of `num_bytes` from disk."""
-        bytes_read, seconds = self._reads
-        return num_bytes * seconds / bytes_read
+        return self._reads.seconds(num_bytes)
+
+    def record_fetch(self, address: str, num_bytes: int, seconds: float) -> None:
+        """Learn from snapshots that were fetched from another node into the disk tier, also incomplete ones."""
+        if address not in self._fetches and len(self._fetches) >= MAX_PEERS:
+            del self._fetches[next(iter(self._fetches))]
+        self._fetches.setdefault(address, LearnedRate(GUESSED_FETCH_BYTES_PER_S)).record(num_bytes, seconds)
+
+    def forget_fetches(self, address: str) -> None:
+        """Forget the rate of a node, so that it is measured again."""
+        self._fetches.pop(address, None)
+
+    def fetched_byte_s(self, address: str | None = None) -> float:
+        """Predict the seconds per byte of fetching from a node and reading what was fetched.
+
+        Args:
+            address: The node; None: any node, at the mean pace of those that were measured.
+        """
+        rates = self._fetches.values() if address is None else filter(None, [self._fetches.get(address)])
+        seconds = [rate.seconds(2**30) for rate in list(rates)] or [2**30 / GUESSED_FETCH_BYTES_PER_S]
+        return (sum(seconds) / len(seconds) + self.read_s(2**30)) / 2**30
 
     @property
     def is_measured(self) -> bool:

@@ -27,11 +27,12 @@ from engine.core.speculation import SpeculationController
 from engine.core.stats import Stats
 from engine.protocol import EngineRequest, InvalidRequest, MemoryExceeded, QueuedRequest
 from engine.snapshot_store.files import SnapshotFiles
+from engine.snapshot_store.snapshot_client import SnapshotClient
 
 log = logging.getLogger("orchard.engine")
 
 FIGURES_PERIOD_S = 0.25
-DISK_WAIT_S = 0.05  # blocking wait for a snapshot read from disk when there is no other work
+DISK_WAIT_S = 0.05  # blocking wait for a snapshot from disk or another node when there is no other work
 DISK_CLOSE_S = 5.0  # on shutdown, for pending snapshot writes
 
 MIN_CHUNK_PART = 0.3
@@ -54,6 +55,7 @@ class EngineCore:
         publish: Receives the rows' new tokens as soon as there are any.
         clock: Returns monotonic seconds.
         files: Files of the prefix cache's disk tier; None without one.
+        peers: Fetches cached prefixes from other nodes into these files; None without any.
         poll: Executes commands that have arrived meanwhile; called between two pieces of a step.
 
     Attributes:
@@ -69,6 +71,7 @@ class EngineCore:
         publish: Publish,
         clock: Callable[[], float] = time.monotonic,
         files: SnapshotFiles | None = None,
+        peers: SnapshotClient | None = None,
         poll: Callable[["EngineCore"], None] = _no_callback,
     ):
         self.stats = Stats()
@@ -88,6 +91,7 @@ class EngineCore:
             self.costs,
             lambda: self.budget.free_bytes + self.prefix.cache.num_bytes,
             files,
+            peers,
             clock,
         )
         self._evictable = EvictableMemory(self.prefix.memory, runner)
@@ -105,7 +109,7 @@ class EngineCore:
         self.scheduler = Scheduler(context, self.stats)
         self._loads = LoadRecorder(clock, self.scheduler, self.prefix, self.costs)
         is_caching = self.prefix.off_reason is None
-        self.quoter = Quoter(config, clock, self.costs, self.budget.needs, self._loads, is_caching)
+        self.quoter = Quoter(config, clock, self.costs, self.budget.needs, self._loads, is_caching, peers is not None)
         self.memory: dict[str, int] = self._memory()
         self.speculation_status: dict[str, Any] = self._speculation.status()
         self.queue: tuple[QueuedRequest, ...] = ()

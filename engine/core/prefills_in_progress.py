@@ -46,7 +46,7 @@ class PrefillsInProgress:
         return prefill.entry
 
     def wait_for_disk(self, rows: Sequence[Request]) -> None:
-        """Skip this prompt for the rest of the step: its snapshot is still being read from disk."""
+        """Skip this prompt for the rest of the step: its snapshot is still being fetched or read from disk."""
         for prefill in self._prefills:
             prefill.is_waiting |= rows[0] in prefill.rows
 

@@ -42,6 +42,7 @@ from engine.snapshot_store.format import (
     snapshot_bytes,
     write_snapshot,
 )
+from engine.snapshot_store.wire import FetchFailure
 
 log = logging.getLogger("orchard.engine")
 
@@ -125,6 +126,62 @@ class SnapshotDirectory:
                 self._write(meta, arrays, used_ns)
             else:
                 self._counts["num_dropped"] += 1
+
+    def adopt(self, digest: str, file: io.FileIO) -> FetchFailure | None:
+        """Take over a complete file from another node, unless the snapshot exists.
+
+        It is not flushed to disk, which would take longer than its transfer: a file that a crash has torn is found by
+        its checksums.
+
+        Args:
+            digest: Digest of the snapshot.
+            file: The file, see `temporary`.
+
+        Returns:
+            Why it is not taken over; None if the snapshot exists now.
+        """
+        try:
+            self.scan()
+            file.seek(0)
+            known, head, num_bytes = self.files.get(digest), read_head(file), os.fstat(file.fileno()).st_size
+            if known is not None and known.meta is not None:
+                return None
+            if head.meta.digest != digest or head.fingerprint != self._fingerprint:
+                return "mismatch"
+            if not self._joins(head.meta):
+                self._counts["num_orphans"] += 1
+                return "gone"
+            if known is not None and self._unlink(known):
+                self._counts["num_evicted"] += 1
+            if not self._evict(num_bytes, head.meta.parent):
+                self._counts["num_dropped"] += 1
+                return "room"
+            self._put(head.meta, file, time.time_ns())
+            return None
+        except (TornFile, ForeignFile):
+            self._counts["num_torn"] += 1
+            return "damaged"
+        except OSError as error:
+            self.complain("adopt", error)
+            return "disk"
+
+    def open(self, digest: str) -> io.FileIO:
+        """Open the file of a snapshot for reading, on any thread. Raises OSError."""
+        return open_snapshot(self._path_of(digest))
+
+    @contextlib.contextmanager
+    def temporary(self, digest: str) -> Iterator[io.FileIO]:
+        """Create a new file, locked while it is open, and remove it unless it was renamed. May run on any thread."""
+        path = self._path / f"{digest}.{secrets.token_hex(8)}.tmp"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with io.FileIO(str(path), "w+", opener=lambda name, _: os.open(name, flags, 0o600)) as file:
+                with contextlib.suppress(OSError):  # without locks no other process removes it, either
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield file
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def read(self, meta: SnapshotMeta, prefix: str = "") -> dict[str, np.ndarray]:
         """Read the arrays of a file whose names begin with the prefix.
@@ -217,7 +274,7 @@ class SnapshotDirectory:
         mode = stat.S_IMODE(self._path.stat().st_mode)
         if mode & 0o022:
             log.warning("%s has mode %o: every user with write permission can change answers", self._path, mode)
-        with self._temporary("0" * 32):
+        with self.temporary("0" * 32):
             pass
 
     def _remove_stale(self) -> None:
@@ -300,32 +357,22 @@ class SnapshotDirectory:
         return excess <= 0
 
     def _write(self, meta: SnapshotMeta, arrays: dict[str, np.ndarray], used_ns: int) -> None:
+        with self.temporary(meta.digest) as file:
+            write_snapshot(file, meta, self._fingerprint, arrays)
+            os.fsync(file.fileno())
+            self._put(meta, file, used_ns)
+        self._counts["num_written"] += 1
+
+    def _put(self, meta: SnapshotMeta, file: io.FileIO, used_ns: int) -> None:
+        """Rename a complete temporary file."""
         path = self._path_of(meta.digest)
         if path.name in self._foreign:
             raise FileExistsError(errno.EEXIST, "its name is used by something other than a regular file", str(path))
-        with self._temporary(meta.digest) as file:
-            write_snapshot(file, meta, self._fingerprint, arrays)
-            os.utime(file.fileno(), ns=(used_ns, used_ns))
-            os.fsync(file.fileno())
-            status = os.fstat(file.fileno())
-            os.replace(str(file.name), path)
-        self._counts["num_written"] += 1
+        os.utime(file.fileno(), ns=(used_ns, used_ns))
+        status = os.fstat(file.fileno())
+        os.replace(str(file.name), path)
         stored = StoredFile(meta.digest, meta.parent, meta, status.st_size, status.st_ino, used_ns, used_ns)
         self.files[meta.digest] = stored
-
-    @contextlib.contextmanager
-    def _temporary(self, digest: str) -> Iterator[io.FileIO]:
-        """Create a new file, locked while it is open, and remove it unless it was renamed."""
-        path = self._path / f"{digest}.{secrets.token_hex(8)}.tmp"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            with io.FileIO(str(path), "w", opener=lambda name, _: os.open(name, flags, 0o600)) as file:
-                with contextlib.suppress(OSError):  # without locks no other process removes it, either
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                yield file
-        finally:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
 
     def _lose(self, digest: str, error: Exception) -> None:
         match error:

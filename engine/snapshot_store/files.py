@@ -4,12 +4,14 @@ Requests are queued; loads and removals run before writes, and pending uses are 
 `SnapshotDirectory` belongs to the thread; other threads read the index that is published after each job.
 """
 
+import io
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ from engine.snapshot_store.directory import (
     with_descendants,
 )
 from engine.snapshot_store.format import RESERVED_NAMES, SnapshotMeta
+from engine.snapshot_store.wire import FetchFailure
 
 __all__ = ["SnapshotFiles", "SnapshotLost", "SnapshotMeta"]
 
@@ -111,6 +114,46 @@ class SnapshotFiles:
         """Return the digest of the parent of a snapshot that `load` would find ('' for none); None without one."""
         meta = self.meta_of(digest)
         return meta.parent if meta is not None else None
+
+    @property
+    def max_bytes(self) -> int:
+        """Limit of the bytes of all files."""
+        return self.status()["max_bytes"]
+
+    def chain_of(self, digest: str) -> list[StoredFile]:
+        """Return the file of a snapshot after those of its ancestors, the first ancestor first; [] if it has none."""
+        with self._changed:
+            return [self._index[each] for each in path_to(self._index, digest)]
+
+    def open(self, digest: str) -> io.FileIO:
+        """Open the file of a snapshot for reading. Raises OSError."""
+        return self._directory.open(digest)
+
+    def wait_written(self, digest: str, timeout_s: float) -> None:
+        """Wait for at most `timeout_s` seconds until a snapshot is no longer queued for writing."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._on_its_way(digest) is None, timeout_s)
+
+    def temporary(self, digest: str) -> AbstractContextManager[io.FileIO]:
+        """Create a file to receive a snapshot, for `adopt`; it is removed at the end unless it was adopted.
+
+        Raises OSError.
+        """
+        return self._directory.temporary(digest)
+
+    def adopt(self, digest: str, file: io.FileIO) -> "Future[FetchFailure | None]":
+        """Take over a file from another node.
+
+        Args:
+            digest: Digest of the snapshot, whose parent must be on disk.
+            file: A complete file, see `temporary`; it must stay open until the future is done.
+
+        Returns:
+            The future of why it is not taken over, see SnapshotDirectory.adopt. It raises SnapshotLost if the disk tier
+                is closed.
+        """
+        with self._changed:
+            return self._submit(partial(self._directory.adopt, digest, file))
 
     def save(self, meta: SnapshotMeta, arrays: dict[str, np.ndarray]) -> bool:
         """Queue a snapshot for writing.

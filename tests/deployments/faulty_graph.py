@@ -170,7 +170,9 @@ class Graph:
         info = {"node_id": NODE, "replica_id": "r", "pid": 7}
         for module in (model_replica, spec_prefill, ingress, text, mllm):
             monkeypatch.setattr(module, "replica_info", lambda: info)
-        monkeypatch.setattr(async_engine, "AsyncEngine", lambda config: FaultyEngine(config, self.faults, load_runner))
+        monkeypatch.setattr(
+            async_engine, "AsyncEngine", lambda config, sharing: FaultyEngine(config, self.faults, load_runner)
+        )
 
     async def start(self) -> None:
         config, sparse = self._args.engine, self._args.spec_prefill

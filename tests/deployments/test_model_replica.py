@@ -26,6 +26,7 @@ from engine.protocol import (
     TokenChunk,
     Unavailable,
 )
+from engine.snapshot_store.exchange import Sharing
 
 STATUS = CacheStatus(max_bytes=1000, num_bytes=100)
 CLEARED = CacheCleared(3, 100, 2)
@@ -37,7 +38,7 @@ class CachingEngine:
     error: Exception | None = None
     drained_for: ClassVar[list[float]] = []
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, sharing: Sharing | None):
         self.config = config
 
     async def drain(self, timeout_s: float) -> None:

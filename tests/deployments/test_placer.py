@@ -13,7 +13,7 @@ from deployments import placer
 from deployments.placement.conversation_keys import sketch_conversation
 from deployments.placer import FACTS, Place, Placer
 from deployments.protocol import ChatRequest, Route
-from engine.placement import Question, Quote
+from engine.placement import CachedSnapshot, PrefixHolder, Question, Quote
 from tests.deployments.fake_handle import FakeCall, FakeHandle, running
 
 
@@ -245,3 +245,44 @@ def test_a_node_whose_context_is_too_short_is_not_asked():
     )
     found = place(engines, request(words="x" * 8000))
     assert found is not None and found.node_id != "small" and not engines.engines["small"].asked
+
+
+def test_the_request_learns_which_node_has_more_of_its_prefix():
+    held = CachedSnapshot("digest", 9000, 10**6)
+    busy = Quote(cached_tokens=9000, snapshot=held, wait_s=500.0)
+    facts = {name: {"snapshots": f"{name}:7"} for name in "ab"}
+    engines = Engines({"a": Engine(busy, facts=facts["a"]), "b": Engine(Quote(prefill_s=5.0), facts=facts["b"])})
+    found = place(engines)
+    assert found is not None and found.node_id == "b"
+    assert found.holder == PrefixHolder("a:7", "digest", 9000)
+
+
+def test_a_node_that_was_left_is_asked_for_what_it_holds_and_not_chosen():
+    held = Quote(snapshot=CachedSnapshot("digest", 9000, 10**6), refusal="draining")
+    facts = {name: {"snapshots": f"{name}:7"} for name in "abc"}
+    engines = Engines(
+        {"a": Engine(held, facts=facts["a"]), **{name: Engine(Quote(), facts=facts[name]) for name in "bc"}}
+    )
+    found = place(engines, without=["a"], holders=["a"])
+    assert found is not None and found.node_id in "bc"
+    assert found.holder == PrefixHolder("a:7", "digest", 9000)
+
+
+def test_the_only_node_left_learns_what_the_other_one_holds():
+    held = Quote(snapshot=CachedSnapshot("digest", 9000, 10**6), refusal="draining")
+    engines = Engines(
+        {name: Engine(quote, facts={"snapshots": f"{name}:7"}) for name, quote in (("a", held), ("b", Quote()))}
+    )
+    assert place(engines, without=["a"]) is None
+    found = place(engines, without=["a"], holders=["a"])
+    assert found is not None and (found.node_id, found.holder) == ("b", PrefixHolder("a:7", "digest", 9000))
+
+
+def test_a_node_that_can_fetch_is_chosen_where_computing_there_would_take_too_long():
+    held = Quote(cached_tokens=10**6, snapshot=CachedSnapshot("digest", 10**6, 10**9), wait_s=200.0, is_resident=True)
+    facts = {name: {"snapshots": f"{name}:7"} for name in "ab"}
+    fetching = Quote(prefill_s=300.0, fetch_bytes_per_s=1e9)
+    for quote, expected in ((fetching, "b"), (replace(fetching, fetch_bytes_per_s=1e5), "a")):
+        engines = Engines({"a": Engine(held, facts=facts["a"]), "b": Engine(quote, facts=facts["b"])})
+        found = place(engines)
+        assert found is not None and found.node_id == expected

@@ -51,6 +51,20 @@ def test_the_other_values_of_options_with_on_or_off_are_unchanged():
     assert EngineConfig.model_validate({"mtp": {"max_rows": 2}}).mtp == MTPConfig(max_rows=2)
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{prefix_cache: {fetch: on}}", "fetch is on, but prefix_cache.disk"),
+        ("{prefix_cache: {fetch_port: 7000}}", "fetch_port 7000 would have no effect"),
+        ("{prefix_cache: {disk: {path: x}, fetch: off, fetch_port: 7000}}", "fetch_port 7000 would have no effect"),
+    ],
+)
+def test_fetching_needs_the_disk_tier(text: str, reason: str):
+    with pytest.raises(ValidationError, match=reason):
+        read(text)
+    assert read("{prefix_cache: {disk: {path: x}, fetch: on, fetch_port: 7000}}")
+
+
 @pytest.mark.parametrize("value", [1, 0, "yes", "no", None])
 def test_numbers_other_words_and_null_are_not_taken_for_on_or_off(value: Any):
     with pytest.raises(ValidationError, match="Input should be 'auto', 'on' or 'off'"):

@@ -215,6 +215,12 @@ class DiskTier:
         before_us, self._read_us = self._read_us, self._files.status()["read_us"]
         self._costs.record_read(reading.num_bytes, 1e-6 * (self._read_us - before_us) + reading.copied_s)
 
+    def adopt(self, digest: str) -> None:
+        """Add a snapshot whose file another node has sent, and its ancestors, to the cache."""
+        for file in self._files.chain_of(digest):
+            if file.meta is not None and self._cache.index.get(file.digest) is None:
+                self._cache.add(self._entry(file.meta))
+
     def close(self, reading: Reading) -> None:
         """Release the resources of a reading, complete or not."""
         if reading.base is not None:

@@ -1,4 +1,4 @@
-"""PrefixRestorer: continues prompts from the longest stored prefix, from memory, other rows' caches or disk."""
+"""PrefixRestorer: continues prompts from the longest prefix in memory, other rows' caches, on disk or at a peer."""
 
 import logging
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from engine.core.prefix_cache.disk_tier import DiskTier, Reading
 from engine.core.prefix_cache.eligibility import Eligibility
 from engine.core.prefix_cache.loans import Loans
 from engine.core.prefix_cache.node import CacheEntry
+from engine.core.prefix_cache.prefix_fetcher import PrefixFetcher
 from engine.core.prefix_cache.returns import SegmentReturns
 from engine.core.prefix_cache.session import PrefixCacheSession
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
@@ -35,6 +36,7 @@ class PrefixRestorer:
         loans: Tracks lent KV segments.
         returns: Copies lent KV segments back.
         disk: The disk tier; None without one.
+        fetcher: Fetches prefixes from other nodes; None without any.
         answers: Learns whether answers are reused.
     """
 
@@ -46,6 +48,7 @@ class PrefixRestorer:
         loans: Loans,
         returns: SegmentReturns,
         disk: DiskTier | None,
+        fetcher: PrefixFetcher | None,
         answers: AnswerStatistics,
     ):
         self._runner = runner
@@ -55,6 +58,7 @@ class PrefixRestorer:
         self._loans = loans
         self._returns = returns
         self._disk = disk
+        self._fetcher = fetcher
         self._answers = answers
 
     def restore(self, rows: Sequence[Request], session: PrefixCacheSession, wait_s: float, copy_s: float) -> bool:
@@ -63,11 +67,11 @@ class PrefixRestorer:
         Args:
             rows: The rows that share the prompt.
             session: Their session.
-            wait_s: How long to wait for the disk, in seconds.
+            wait_s: How long to wait for the disk or another node, in seconds.
             copy_s: How long to copy layers read from disk to the device, in seconds; at least one layer is copied.
 
         Returns:
-            False while the prefix is still being read from disk.
+            False while the prefix is still being fetched or read from disk.
 
         Raises:
             InvalidRequest: The request is at fault, not the snapshot.
@@ -76,16 +80,23 @@ class PrefixRestorer:
             rows, session, entry
         ):
             pass
-        return session.reading is None
+        return session.is_computing
 
     def _find(
         self, rows: Sequence[Request], session: PrefixCacheSession, wait_s: float, copy_s: float
     ) -> CacheEntry | None:
-        """Return the longest stored prefix in memory; None without one, or while it is still being read from disk."""
+        """Return the longest stored prefix in memory; None without one, or while it is still on its way there."""
         while True:
+            if session.fetching is not None:
+                assert self._fetcher is not None
+                if not self._fetcher.is_over(session.fetching, wait_s):
+                    return None
+                session.fetching = None
             if session.reading is not None and not self._advance(session, session.reading, wait_s, copy_s):
                 return None
             entry = self._cache.index.match(session.key, session.max_tokens, session.in_memory)
+            if session.holder is not None and self._fetch(rows, session, entry):
+                continue
             if entry is None:
                 return None
             if entry.node is None:
@@ -95,16 +106,42 @@ class PrefixRestorer:
             else:
                 session.max_tokens = entry.num_tokens - 1
 
+    def _fetch(self, rows: Sequence[Request], session: PrefixCacheSession, here: CacheEntry | None) -> bool:
+        """Start to fetch the holder's prefix if that is worth it; return False if it is not.
+
+        Args:
+            rows: The rows that share the prompt.
+            session: Their session, whose holder is asked once.
+            here: The longest prefix in memory or on disk.
+        """
+        holder, session.holder = session.holder, None
+        start, costs = 0 if here is None else here.num_tokens, self._runner.costs
+        if self._fetcher is None or holder is None or holder.num_tokens > session.max_tokens:
+            return False
+        num_tokens = holder.num_tokens - start
+        num_bytes = max(0, num_tokens) * costs.token_bytes + costs.fixed()
+        if num_tokens < (1 if here is None else MIN_TOKENS_FROM_DISK) or not self._has_room(rows, num_bytes):
+            return False
+        session.fetching = self._fetcher.start(session.key, holder, start, num_bytes)
+        return session.fetching is not None
+
+    def _has_room(self, rows: Sequence[Request], num_bytes: int) -> bool:
+        """Return whether a prefix of `num_bytes` may be read into the row or into the cache."""
+        return self._moves_into_row(rows) or self._memory.can_hold(num_bytes)
+
+    def _moves_into_row(self, rows: Sequence[Request]) -> bool:
+        """Return whether keys and values that are read from disk count as the row's."""
+        return self._eligibility.may_lend(rows) and not rows[0].spec.pinned
+
     def _read(self, rows: Sequence[Request], session: PrefixCacheSession, entry: CacheEntry) -> None:
         """Start to read an entry from disk if that is worth it; else limit the session to others."""
         assert self._disk is not None
         here = self._cache.index.match(session.key, session.max_tokens, in_memory=True)
         start, end, costs = 0 if here is None else here.num_tokens, entry.num_tokens, self._runner.costs
         computed_s = self._memory.seconds(start, end)
-        num_bytes, row_id = (end - start) * costs.token_bytes + costs.fixed(), None
-        if self._eligibility.may_lend(rows) and not rows[0].spec.pinned:
-            row_id = session.row.id
-        elif not self._memory.can_hold(num_bytes):
+        num_bytes = (end - start) * costs.token_bytes + costs.fixed()
+        row_id = session.row.id if self._moves_into_row(rows) else None
+        if not self._has_room(rows, num_bytes):
             session.max_tokens = end - 1
             return
         read_s = self._disk.read_s(num_bytes)

@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 
 from engine.core.prefix_cache.disk_tier import Reading
 from engine.core.prefix_cache.node import CacheEntry, SnapshotNode
+from engine.core.prefix_cache.prefix_fetcher import Fetching
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.request import Request
+from engine.placement import PrefixHolder
 from engine.protocol import Boundary
 
 
@@ -28,13 +30,17 @@ class PrefixCacheSession:
     """Entries that it has stored."""
     reading: Reading | None = None
     """The snapshot on disk that it waits for; None if it waits for none."""
+    holder: PrefixHolder | None = None
+    """The node from which its prefix may be fetched; None once that is decided."""
+    fetching: Fetching | None = None
+    """The fetch that it waits for; None if it waits for none."""
     in_memory: bool = False
     """Whether to use only snapshots in memory, because reading from disk failed or is not worth it."""
 
     @property
     def is_computing(self) -> bool:
         """Whether the lookup of its prefix is complete."""
-        return self.reading is None
+        return self.reading is None and self.fetching is None
 
     def go_on_after(self, entry: CacheEntry, node: SnapshotNode) -> None:
         """Continue from a snapshot, whose node the session holds from now on."""

@@ -21,6 +21,7 @@ from engine.core.prefix_cache.loans import Loans
 from engine.core.prefix_cache.lookup import PrefixLookup
 from engine.core.prefix_cache.miss import explain
 from engine.core.prefix_cache.node import CacheEntry
+from engine.core.prefix_cache.prefix_fetcher import PrefixFetcher
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.restorer import PrefixRestorer
 from engine.core.prefix_cache.returns import SegmentReturns
@@ -33,6 +34,7 @@ from engine.core.request import Request
 from engine.core.stats import Stats
 from engine.protocol import Boundary, CacheCleared, CacheMiss, CacheStatus
 from engine.snapshot_store.files import SnapshotFiles
+from engine.snapshot_store.snapshot_client import SnapshotClient
 
 log = logging.getLogger("orchard.engine")
 
@@ -47,6 +49,7 @@ class PrefixCacheSessions:
         costs: Predicts the seconds of computing and reading; learns the rate of reading from disk.
         room: Returns the bytes that the engine has for snapshots now.
         files: Files of the disk tier; None without one.
+        peers: Fetches prefixes from other nodes into these files; None without any.
         clock: Returns monotonic seconds.
 
     Attributes:
@@ -66,6 +69,7 @@ class PrefixCacheSessions:
         costs: CostModel,
         room: Callable[[], int],
         files: SnapshotFiles | None = None,
+        peers: SnapshotClient | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._config = config
@@ -89,20 +93,23 @@ class PrefixCacheSessions:
         self.lookup = PrefixLookup(self.cache, self._eligibility, self._loans, self._sessions, config.min_tokens)
         self.returns = SegmentReturns(self.memory, self._loans, self._disk, runner)
         answers = AnswerStatistics(config.answers)
-        shared = runner, self.memory, self._eligibility, self._loans, self.returns, self._disk, answers
-        self._restorer = PrefixRestorer(*shared)
-        self.snapshots = SnapshotTaker(*shared, self._sessions, config.min_tokens)
+        self._fetcher: PrefixFetcher | None = None
+        if peers is not None and self._disk is not None:
+            self._fetcher = PrefixFetcher(peers, self._disk, self.memory, costs, clock)
+        shared = runner, self.memory, self._eligibility, self._loans, self.returns, self._disk
+        self._restorer = PrefixRestorer(*shared, self._fetcher, answers)
+        self.snapshots = SnapshotTaker(*shared, answers, self._sessions, config.min_tokens)
 
     def begin(self, rows: Sequence[Request], wait_s: float = 0.0, copy_s: float = 0.0) -> bool:
         """Restore the longest stored prefix of a prompt that has not begun.
 
         Args:
             rows: The rows that share the prompt.
-            wait_s: How long to wait for the disk, in seconds.
+            wait_s: How long to wait for the disk or another node, in seconds.
             copy_s: How long to copy layers read from disk to the device, in seconds; at least one layer is copied.
 
         Returns:
-            False while the prefix is still being read from disk: call again in the next step.
+            False while the prefix is still being fetched or read from disk: call again in the next step.
         """
         row = rows[0]
         if not self._eligibility.uses_cache(row):
@@ -110,7 +117,8 @@ class PrefixCacheSessions:
         session = self._sessions.get(row.id)
         if session is None:
             key = self._eligibility.key_of(row)
-            session = self._sessions[row.id] = PrefixCacheSession(row, key, self._eligibility.max_tokens(row, key))
+            max_tokens = self._eligibility.max_tokens(row, key)
+            session = self._sessions[row.id] = PrefixCacheSession(row, key, max_tokens, holder=row.spec.holder)
         elif session.is_computing:
             return True
         if not self._restorer.restore(rows, session, wait_s, copy_s):
@@ -155,6 +163,21 @@ class PrefixCacheSessions:
         """Retry postponed writes to disk."""
         if self._disk is not None:
             self._disk.save_waiting()
+
+    def write_now(self, digest: str) -> bool:
+        """Write a snapshot that is only in memory to disk, for another node.
+
+        Keys and values that are lent to a row are copied back, as for a prompt of this node.
+
+        Returns:
+            Whether it is on disk, or queued for writing.
+        """
+        entry = self.cache.index.get(digest)
+        if self._disk is None or entry is None:
+            return False
+        if entry.node is not None and self._disk.lacks(entry) and self.returns.copy_back(entry):
+            self._disk.save(entry)
+        return not self._disk.lacks(entry)
 
     def check_integrity(self) -> None:
         """Check the cache's consistency while no prompt is in progress, using at most a thousandth of the time.
@@ -207,6 +230,8 @@ class PrefixCacheSessions:
             self.cache.tree.release(session.base)
         if session.reading is not None and self._disk is not None:
             self._disk.close(session.reading)
+        if session.fetching is not None and self._fetcher is not None:
+            self._fetcher.stop(session.fetching)
 
     def _forget(self, entry: CacheEntry) -> None:
         if self._disk is not None:

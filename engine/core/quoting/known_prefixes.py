@@ -35,6 +35,8 @@ class CachedTokens:
     num_tokens: int = 0
     is_on_disk: bool = False
     """Whether it must be read from disk."""
+    entry: CacheEntry | None = None
+    """The snapshot at its end; None if nothing is cached."""
 
 
 NOTHING = CachedTokens()
@@ -89,7 +91,9 @@ class KnownPrefixes:
             answer = self._find(known.answer) if follows else None
             found = answer or self._find(known.digest)
             if found is not None:
-                return CachedTokens(min(found.num_tokens, max_tokens), found.node is None)
+                return CachedTokens(min(found.num_tokens, max_tokens), found.node is None, found)
         known = self._prefixes.get(keys.system)
         found = None if known is None else self._find(known.digest)
-        return NOTHING if found is None else CachedTokens(min(found.num_tokens, max_tokens), found.node is None)
+        if found is None:
+            return NOTHING
+        return CachedTokens(min(found.num_tokens, max_tokens), found.node is None, found)

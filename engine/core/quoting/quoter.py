@@ -13,9 +13,10 @@ from engine.core.cost_model import CostModel
 from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.needs import MemoryNeeds
 from engine.core.quoting.bookings import Booking, Bookings
+from engine.core.quoting.known_prefixes import CachedTokens
 from engine.core.quoting.load import EngineLoad, LoadRecorder, PromptLeft
 from engine.core.request_queue import queue_rank
-from engine.placement import Question, Quote
+from engine.placement import CachedSnapshot, Question, Quote, Refusal
 
 ESTIMATE_MARGIN = 1.1
 """A prompt is refused as too long only if its estimated tokens exceed the limit by this factor."""
@@ -43,6 +44,7 @@ class Quoter:
         needs: Bytes of requests, and the limit.
         recorder: The engine's work.
         is_caching: Whether the engine has a prefix cache.
+        is_fetching: Whether it fetches from the caches of other nodes.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Quoter:
         needs: MemoryNeeds,
         recorder: LoadRecorder,
         is_caching: bool,
+        is_fetching: bool = False,
     ):
         self._config = config
         self._clock = clock
@@ -60,6 +63,7 @@ class Quoter:
         self._needs = needs
         self._recorder = recorder
         self._is_caching = is_caching
+        self._is_fetching = is_fetching
         self._max_row_tokens = needs.max_row_tokens()
         self._waits: OrderedDict[str, float] = OrderedDict()  # request id -> wait of the last quote
         self.bookings = Bookings(clock, recorder.arrived)
@@ -72,7 +76,7 @@ class Quoter:
     def quote(self, question: Question) -> Quote:
         """Predict the seconds of a request, if it were placed here now."""
         if question.num_tokens > ESTIMATE_MARGIN * self._max_row_tokens:
-            return Quote(refusal="memory")
+            return self.refuse(question, "memory")
         recorder, bookings = self._recorder, self.bookings.open()
         load = recorder.load
         cached = recorder.prefixes.cached(question.keys, question.num_tokens - 1)
@@ -87,11 +91,18 @@ class Quoter:
             slowdown_s=self._slowdown_s(question, load, ahead) + self._sharing_s(question, load, bookings),
             crowding_s=self._crowding_s(question, bookings),
             is_resident=question.keys.conversation in recorder.residents,
+            snapshot=self._snapshot(cached),
+            fetch_bytes_per_s=1.0 / self._costs.fetched_byte_s() if self._is_fetching else 0.0,
         )
         self._waits[question.request_id] = quote.wait_s
         if len(self._waits) > MAX_QUOTES:
             self._waits.popitem(last=False)
         return quote
+
+    def refuse(self, question: Question, refusal: Refusal) -> Quote:
+        """Return the quote of a refused request, with what other nodes may fetch for it."""
+        cached = self._recorder.prefixes.cached(question.keys, question.num_tokens - 1)
+        return Quote(cached_tokens=cached.num_tokens, snapshot=self._snapshot(cached), refusal=refusal)
 
     def book(self, question: Question) -> Quote | None:
         """Count a request as queued until it arrives, for BOOKING_S at most.
@@ -113,6 +124,12 @@ class Quoter:
     @property
     def _costs_of_memory(self) -> MemoryCosts:
         return self._needs.costs
+
+    def _snapshot(self, cached: CachedTokens) -> CachedSnapshot | None:
+        if (entry := cached.entry) is None:
+            return None
+        costs = self._costs_of_memory
+        return CachedSnapshot(entry.digest, entry.num_tokens, entry.num_tokens * costs.token_bytes + costs.fixed())
 
     # Seconds until the prompt is begun
 

@@ -16,7 +16,7 @@ from engine.core.request_figures import RequestFigures
 from engine.core.spec_prefill.plan import ScorerStatus
 from engine.figures import EngineFigures
 from engine.histogram import Histogram
-from engine.protocol import EngineStatus
+from engine.protocol import EngineStatus, FetchStatus
 
 UNITS = {"bytes": "_bytes", "seconds": "_seconds"}
 """Part of a metric's name by unit."""
@@ -42,7 +42,8 @@ def full_node(model: str = "demo", key: str = "team") -> NodeFigures:
         admission=ACCOUNTS | {"limit_bytes": 80, "num_underestimates": 0},
     )
     disk = {name: 1 for name in ("num_files", "num_bytes", "max_bytes", "read_bytes", "read_us")}
-    engine = EngineFigures(status=status, disk=disk | {f"num_{name}": 1 for name in FILES})
+    files = disk | {f"num_{name}": 1 for name in FILES}
+    engine = EngineFigures(status=status, disk=files, fetch=FetchStatus(num_fetched=1))
     http = HttpFigures(usage={key: KeyUsage(1, 7, 5, 4)})
     http.responses["chat", 200] += 1
     http.failed(429, "overloaded", "max_queue")

@@ -1,0 +1,39 @@
+"""How the engine of a replica shares snapshots with those of other nodes: its address, and the cluster's secret."""
+
+import hmac
+import ipaddress
+from hashlib import sha256
+
+import ray
+
+from deployments.ray_internals import cluster_token
+from engine.config import EngineConfig
+from engine.protocol import EngineFailed
+from engine.snapshot_store.exchange import Sharing
+
+PURPOSE = b"orchard snapshots"
+"""Derives the secret from Ray's token, so that one cannot be computed from the other."""
+
+
+def sharing_of(config: EngineConfig) -> Sharing | None:
+    """Return the sharing of an engine on this node; None if it shares nothing.
+
+    Raises:
+        EngineFailed: prefix_cache.fetch is on, but this node is in no cluster with token authentication.
+    """
+    cache = config.prefix_cache
+    if cache.disk is None or cache.fetch == "off":
+        return None
+    token = cluster_token() if ray.is_initialized() else ""
+    if not token:
+        if cache.fetch == "on":
+            raise EngineFailed(
+                "prefix_cache.fetch is on, but Ray runs without token authentication, from which nodes derive the "
+                "secret that they prove to one another. Put the same ~/.ray/auth_token on every node and start Ray "
+                "with RAY_AUTH_MODE=token, or set prefix_cache.fetch: off"
+            )
+        return None
+    host = ray.util.get_node_ip_address()
+    if cache.fetch == "auto" and ipaddress.ip_address(host).is_loopback:  # a single machine
+        return None
+    return Sharing(host, hmac.new(token.encode(), PURPOSE, sha256).digest())

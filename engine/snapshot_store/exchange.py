@@ -1,0 +1,75 @@
+"""SnapshotExchange: the server and the client by which one engine gives snapshots to other nodes and gets theirs."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from engine.protocol import EngineFailed, FetchStatus
+from engine.snapshot_store.files import SnapshotFiles
+from engine.snapshot_store.greeting import Identity
+from engine.snapshot_store.snapshot_client import SnapshotClient
+from engine.snapshot_store.snapshot_server import SnapshotServer
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How an engine shares snapshots with those of other nodes."""
+
+    host: str
+    """Address to listen on."""
+    token: bytes = field(repr=False)
+    """Secret of the cluster."""
+
+
+class SnapshotExchange:
+    """Listens, and fetches, until `close`.
+
+    Args:
+        files: The disk tier.
+        sharing: Address and token.
+        port: Port to listen on; 0 for any.
+        fingerprint: Fingerprint of the model.
+        write: See SnapshotServer.
+
+    Attributes:
+        client: Fetches snapshots.
+        address: `host:port` at which other nodes find this one's.
+
+    Raises:
+        EngineFailed: The address cannot be used.
+    """
+
+    def __init__(
+        self,
+        files: SnapshotFiles,
+        sharing: Sharing,
+        port: int,
+        fingerprint: str,
+        write: "Callable[[str], Future[bool]] | None" = None,
+    ):
+        identity = Identity(sharing.token, fingerprint)
+        try:
+            self._server = SnapshotServer(files, identity, sharing.host, port, write)
+        except OSError as error:
+            raise EngineFailed(
+                f"prefix_cache.fetch_port: snapshots cannot be served at {sharing.host}, port {port}: {error}"
+            ) from None
+        self.address = self._server.address
+        self.client = SnapshotClient(files, identity)
+
+    def status(self) -> FetchStatus:
+        """Return the counters of both directions since the start."""
+        fetched, served = self.client.status(), self._server.status()
+        return FetchStatus(
+            address=self.address,
+            num_fetched=fetched["num_fetched"],
+            fetched_bytes=fetched["fetched_bytes"],
+            fetched_s=1e-6 * fetched["fetched_us"],
+            failures=self.client.failures(),
+            **served,
+        )
+
+    def close(self) -> None:
+        """End all connections and stop listening."""
+        self._server.close()
+        self.client.close()
