@@ -13,6 +13,13 @@ from engine.placement import Question, Quote
 NUM_HASHED = 2
 """Nodes that are asked because of the conversation's key."""
 
+NUM_MORE = 3
+"""Nodes that are asked after them."""
+
+NODES_PER_HOME = 25
+"""A system part has one home per so many nodes: a home that holds it spares a new conversation its prefill, and is
+asked by all requests that it is the home of."""
+
 LONG_WAIT_S = 5.0
 """A new conversation that would wait longer at each node that was asked is offered to more nodes."""
 
@@ -45,12 +52,11 @@ class Placement:
     all that were asked; `placed` remembers it.
 
     Args:
-        rng: Draws the random nodes of `more`.
+        rng: Without effect: all nodes are chosen by rank, so that another ingress finds them again.
         homes: The last nodes of conversations.
     """
 
     def __init__(self, rng: random.Random | None = None, homes: Homes | None = None):
-        self._random = rng or random.Random()
         self._homes = homes or Homes()
         self._nodes: dict[str, NodeFacts] = {}
         self._contexts: dict[bool, list[float]] = {False: [], True: []}  # by whether there are images; ascending
@@ -85,26 +91,25 @@ class Placement:
     def candidates(self, question: Question, without: Collection[str] = ()) -> list[str]:
         """Return the nodes to ask first, at most four.
 
-        These are the first nodes of the conversation's key, its last node, and the home of its system part.
+        These are the first nodes of the conversation's key, its last node, and a home of its system part.
 
         Args:
             question: The request.
             without: Nodes to leave out, because they were lost or have refused the request.
         """
-        rendezvous, num = self._able(question), NUM_HASHED + len(without)
-        hashed = [one for one in rendezvous.ranked(question.keys.conversation, num) if one not in without]
-        chosen = dict.fromkeys(hashed[:NUM_HASHED])
-        homes = [one for one in rendezvous.ranked(question.keys.system, 1 + len(without)) if one not in without]
-        for node_id in (self.last(question), *homes[:1]):
+        chosen = dict.fromkeys(self._ranked(question, NUM_HASHED, without))
+        for node_id in (self.last(question), self._system_home(question, without)):
             if node_id is not None and node_id not in without:
                 chosen[node_id] = None
         return list(chosen)
 
     def more(self, question: Question, quotes: Mapping[str, Quote | None], without: Collection[str] = ()) -> list[str]:
-        """Return further nodes to ask, at most three; empty as a rule.
+        """Return the nodes to ask next, if any.
 
-        If every node that was asked refuses or is silent, or if for a new conversation each of them is crowded or busy
-        for more than LONG_WAIT_S, these are the next two by rank and a random one.
+        Empty as a rule, else the next NUM_MORE nodes of the conversation's key: if every node that was asked refuses or
+        is silent; if for a new conversation each of them is crowded or busy for more than LONG_WAIT_S; if a
+        conversation that this ingress does not know lives at none of them, as another ingress may have placed it at one
+        of the next. Where a conversation that has had turns may live at a silent node, that one is asked again.
 
         Args:
             question: The request.
@@ -112,14 +117,16 @@ class Placement:
             without: See `candidates`.
         """
         taking = [quote for quote in quotes.values() if quote is not None and quote.refusal is None]
-        is_new = self.last(question) is None and not any(quote.is_resident for quote in taking)
-        if taking and not (is_new and all(one.crowding_s > 0 or one.wait_s > LONG_WAIT_S for one in taking)):
+        if any(quote.is_resident for quote in taking):
             return []
-        asked = {*quotes, *without}
-        others = self._able(question).ranked(question.keys.conversation, len(asked) + NUM_HASHED)
-        chosen = [node_id for node_id in others if node_id not in asked][:NUM_HASHED]
-        left = [one for one in self._able(question).node_ids if one not in asked and one not in chosen]
-        return [*chosen, *([self._random.choice(left)] if left else [])]
+        last, is_continued = self.last(question), _is_continued(question)
+        if last is not None and taking:
+            return [last] if last in quotes and quotes[last] is None else []
+        is_busy = all(one.crowding_s > 0 or one.wait_s > LONG_WAIT_S for one in taking)
+        if not is_busy and not is_continued:
+            return []
+        silent = [node_id for node_id, quote in quotes.items() if quote is None and is_continued]
+        return [*silent, *self._ranked(question, NUM_MORE, {*quotes, *without})]
 
     def choose(self, question: Question, quotes: Mapping[str, Quote | None]) -> str | None:
         """Return the node for the request; None if every node refuses it. See the function `choose`.
@@ -133,6 +140,18 @@ class Placement:
     def placed(self, question: Question, node_id: str) -> None:
         """Remember the node of a request's conversation."""
         self._homes.put(question.keys.conversation, node_id)
+
+    def _ranked(self, question: Question, num_nodes: int, without: Collection[str]) -> list[str]:
+        """Return the first nodes of the conversation's key that are not left out."""
+        ranked = self._able(question).ranked(question.keys.conversation, num_nodes + len(without))
+        return [node_id for node_id in ranked if node_id not in without][:num_nodes]
+
+    def _system_home(self, question: Question, without: Collection[str]) -> str | None:
+        """Return the home of the question's system part for this conversation; None if all homes are left out."""
+        able, keys = self._able(question), question.keys
+        num_homes = -(-len(able.node_ids) // NODES_PER_HOME)
+        homes = able.ranked_among(keys.conversation, keys.system, num_homes + len(without))
+        return next((node_id for node_id in homes if node_id not in without), None)
 
     def _able(self, question: Question) -> Rendezvous:
         """Return the order of the nodes that can take the request, as far as the nodes have said.
@@ -197,6 +216,11 @@ def _residence(quotes: Mapping[str, Quote | None], last: str | None) -> str | No
     """
     cached = {node: quote.cached_tokens for node, quote in quotes.items() if quote is not None and quote.is_resident}
     return max(cached, key=lambda node: (cached[node], node == last), default=None)
+
+
+def _is_continued(question: Question) -> bool:
+    """Return whether the conversation has had turns before."""
+    return any(key != question.keys.system for key in question.keys.turns[1:])
 
 
 def _context(node: NodeFacts) -> float:

@@ -5,6 +5,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+ALL = slice(None)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
@@ -29,13 +30,27 @@ class Rendezvous:
 
     def ranked(self, key: int, num_nodes: int) -> list[str]:
         """Return the first `num_nodes` nodes for a key; fewer if there are fewer."""
-        num_nodes = min(num_nodes, len(self.node_ids))
-        if not num_nodes:
-            return []
-        uniform = (_mixed(self._hashes ^ np.uint64(key % 2**64)) >> np.uint64(11)) * 2.0**-53
-        scores = np.log(uniform + 2.0**-54) / self._weights  # -1 / score is the weighted score; its order is the same
+        return self._named(self._first(self._scores(key), num_nodes))
+
+    def ranked_among(self, key: int, group_key: int, group_size: int) -> list[str]:
+        """Return the first `group_size` nodes for another key, in their order for a key."""
+        group = self._first(self._scores(group_key), group_size)
+        return self._named(group[np.argsort(-self._scores(key, group))])
+
+    def _first(self, scores: np.ndarray, num_nodes: int) -> np.ndarray:
+        """Return the indices of the nodes with the highest scores, the highest first."""
+        if not (num_nodes := min(num_nodes, len(scores))):
+            return np.empty(0, np.intp)
         first = np.argpartition(scores, -num_nodes)[-num_nodes:]
-        return [self.node_ids[index] for index in first[np.argsort(-scores[first])]]
+        return first[np.argsort(-scores[first])]
+
+    def _named(self, indices: np.ndarray) -> list[str]:
+        return [self.node_ids[index] for index in indices]
+
+    def _scores(self, key: int, nodes: np.ndarray | slice = ALL) -> np.ndarray:
+        """Return the nodes' scores: -1 / the weighted score, whose order is the same. The highest is the first."""
+        uniform = (_mixed(self._hashes[nodes] ^ np.uint64(key % 2**64)) >> np.uint64(11)) * 2.0**-53
+        return np.log(uniform + 2.0**-54) / self._weights[nodes]
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:

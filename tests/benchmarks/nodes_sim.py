@@ -13,6 +13,24 @@ quotes: candidates are asked, the one with the fewest seconds is booked.
 The columns: turns that were answered per hour; the same over that of one node with its share of the agents; TTFT of
 later turns; computed/new as in agents_sim.py, of later turns; turns that were computed on another node than the turn
 before; questions and bookings per request.
+
+    uv run python -m tests.benchmarks.nodes_sim --simple --nodes 10 --nodes 100 --nodes 1000 --seeds 10-14
+
+Simple nodes (simple_nodes/) instead: no EngineCore, but a queue, a prefix cache with LRU and a pace, and the engine's
+quotes and bookings, so that a thousand nodes take minutes. Each node has an ingress with a memory of its own, and each
+request goes to a random one. Loads, per node of the machine: agents (three), full (four, which fill the memory), chats
+(one-shot, of twenty applications with a system part each), documents (30 to 100 thousand tokens and one to five
+questions), mix. Faults: stale (quotes and bookings act a second later), lost (5 % of the questions and of the
+bookings), joins, dies, drains (a tenth of the nodes). The columns:
+
+cached: prompt tokens that were cached where they were computed, of those that could be, which are the turn before with
+  its answer if its node is there, else the system part if any node has computed it; in brackets, of later turns only.
+busiest / mean: of the seconds in which a node works, relative to those in which it exists; in brackets the worst seed.
+computed/new: prompt tokens that were computed, per prompt token that no request had sent.
+TTFT: of later turns and chats. moved: turns on another node than the turn before.
+messages: questions and bookings per request. most asked / mean: the same for the questions that a node gets.
+
+A second table: CPU time of placing one request that asks all it may, without keys and calls.
 """
 
 import argparse
@@ -25,7 +43,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, cycle, islice, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -51,6 +69,12 @@ from tests.benchmarks.sim_runner import (
     Machine,
     Simulation,
 )
+from tests.benchmarks.simple_nodes import placement_timing
+from tests.benchmarks.simple_nodes.cluster import FAULTS
+from tests.benchmarks.simple_nodes.figures import COLUMNS as SIMPLE_COLUMNS
+from tests.benchmarks.simple_nodes.figures import figures as simple_figures
+from tests.benchmarks.simple_nodes.figures import line as simple_line
+from tests.benchmarks.simple_nodes.loads import LOADS
 from tests.support.clock import Clock
 
 ARMS = ("calls", "hash", "quotes")
@@ -322,6 +346,32 @@ def shares(arms: Sequence[str], seeds: Sequence[int], turns: int) -> list[list[s
     return rows
 
 
+TIMED_NODES = (3, 64, 1000)
+
+
+def run_simple(args: argparse.Namespace) -> None:
+    """Print and write the figures of simple nodes."""
+    rows, report = [], []
+    kinds = tuple(UNLIKE) if args.unlike else (MACHINES[args.machine],)
+    for num_nodes in args.nodes or [10]:
+        machines = list(islice(cycle(kinds), num_nodes))
+        for load, fault in product(args.load or LOADS, args.fault or [""]):
+            found = [simple_figures(machines, load, fault, seed) for seed in args.seeds]
+            rows.append(simple_line(found))
+            report += found
+            print(*rows[-1], f"CPU {sum(each['cpu_s'] for each in found):.0f} s", sep="  ", file=sys.stderr)
+    name = "unlike nodes" if args.unlike else args.machine
+    print(heading(f"nodes_sim --simple, {name}, seeds {args.seeds}, virtual seconds"))
+    print(table(SIMPLE_COLUMNS, rows))
+    print(table(placement_timing.COLUMNS, [placement_timing.timing(num) for num in TIMED_NODES]))
+    write_json(args.json, report)
+
+
+def write_json(path: Path | None, report: list[dict[str, Any]]) -> None:
+    if path is not None:
+        path.write_text(json.dumps({"provenance": provenance(), "figures": report}, indent=1))
+
+
 def seeds_of(text: str) -> list[int]:
     first, _, last = text.partition("-")
     return list(range(int(first), int(last or first) + 1))
@@ -340,7 +390,13 @@ def main() -> int:
     parser.add_argument("--unlike", action="store_true", help="a 16, a 64 and a 512 GB Mac: each alone, then together")
     parser.add_argument("--one-node", type=float, help="turns/h of one node with its share of the agents")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--simple", action="store_true", help="simple nodes, with --load and --fault")
+    parser.add_argument("--load", choices=list(LOADS), action="append", help="default: all")
+    parser.add_argument("--fault", choices=[fault for fault in FAULTS if fault], action="append", help="default: none")
     args = parser.parse_args()
+    if args.simple:
+        run_simple(args)
+        return 0
     rows, report, machine = [], [], MACHINES[args.machine]
     if args.unlike:
         print(heading(f"nodes_sim --unlike, {args.turns} turns, seeds {args.seeds}, virtual seconds"))
@@ -355,8 +411,7 @@ def main() -> int:
             print(*rows[-1], f"CPU {sum(each['cpu_s'] for each in found):.0f} s", sep="  ", file=sys.stderr)
     print(heading(f"nodes_sim, {args.turns} turns, seeds {args.seeds}, virtual seconds"))
     print(table(COLUMNS, rows))
-    if args.json:
-        args.json.write_text(json.dumps({"provenance": provenance(), "figures": report}, indent=1))
+    write_json(args.json, report)
     return 0
 
 

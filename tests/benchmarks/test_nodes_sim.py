@@ -2,8 +2,11 @@
 
 import pytest
 
-from tests.benchmarks.nodes_sim import ARMS, Scenario, figures, seeds_of
+from tests.benchmarks.nodes_sim import ARMS, UNLIKE, Scenario, figures, seeds_of
 from tests.benchmarks.sim_runner import H200_27B, MAC_27B
+from tests.benchmarks.simple_nodes.cluster import FAULTS
+from tests.benchmarks.simple_nodes.figures import figures as simple_figures
+from tests.benchmarks.simple_nodes.placement_timing import COLUMNS, timing
 
 SMALL = Scenario((H200_27B,) * 2, num_agents=4, turns=3)
 
@@ -32,6 +35,29 @@ def test_two_runs_give_the_same_figures():
     first, second = (figures(SMALL, "quotes", seed=1) for _ in range(2))
     del first["cpu_s"], second["cpu_s"]
     assert first == second
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_all_requests_to_simple_nodes_are_answered(fault):
+    found = simple_figures((MAC_27B,) * 4, "mix", fault, seed=0)
+    assert found["num_unanswered"] == 0 and found["num_requests"] > 100
+    assert found["cached"] > 0.8 and found["messages"] <= 6
+
+
+def test_conversations_stay_at_simple_nodes_although_each_turn_comes_to_another_ingress():
+    found = simple_figures((MAC_27B,) * 10, "agents", "", seed=0)
+    assert found["num_moved"] == 0 and found["cached_later"] == pytest.approx(1.0)
+
+
+def test_two_runs_of_simple_nodes_give_the_same_figures():
+    first, second = (simple_figures(tuple(UNLIKE), "chats", "", seed=1) for _ in range(2))
+    del first["cpu_s"], second["cpu_s"]
+    assert first.pop("cached_later") != second.pop("cached_later"), "nan: chats have no later turns"
+    assert first == second
+
+
+def test_placement_is_timed_for_a_request():
+    assert len(timing(3)) == len(COLUMNS)
 
 
 def test_seeds_are_given_as_one_number_or_a_range():

@@ -78,6 +78,40 @@ def test_conversation_that_lives_somewhere_is_not_offered_to_more_nodes():
     assert placement.more(question(), dict.fromkeys(asked, Quote(refusal="draining"))), "unless it must move"
 
 
+CONTINUED = replace(question(), keys=replace(question().keys, turns=(3, 2)))
+
+
+def test_conversation_that_another_ingress_placed_after_more_questions_is_found_again():
+    placing, other = placement_of(), placement_of()
+    asked = dict.fromkeys(placing.candidates(question()), CROWDED)
+    home = placing.more(question(), asked)[-1]
+    assert home not in other.candidates(CONTINUED)
+    assert home in other.more(CONTINUED, dict.fromkeys(other.candidates(CONTINUED), Quote()))
+    assert not other.more(question(), dict.fromkeys(other.candidates(question()), Quote())), "it has had no turns"
+    with_system = replace(question(), keys=replace(question().keys, turns=(3, question().keys.system)))
+    assert not other.more(with_system, dict.fromkeys(other.candidates(with_system), Quote())), "nor has this one"
+
+
+def test_silent_node_where_a_conversation_may_live_is_asked_again():
+    placement = placement_of()
+    first, *others = placement.candidates(CONTINUED)
+    quotes = {first: None, **dict.fromkeys(others, Quote())}
+    assert placement.more(CONTINUED, quotes)[0] == first
+    placement.placed(CONTINUED, first)
+    assert placement.more(CONTINUED, quotes) == [first], "this ingress knows that it lives there"
+    assert not placement.more(CONTINUED, {first: Quote(), others[0]: None})
+
+
+def test_a_system_part_has_more_homes_among_more_nodes():
+    def homes(num_nodes: int) -> set[str]:
+        placement, found = placement_of([NodeFacts(f"node{i}") for i in range(num_nodes)]), Counter[str]()
+        for number in range(1, 400):
+            found.update(placement.candidates(question(number)))
+        return {node for node, num in found.items() if num > 3 * 800 / num_nodes}
+
+    assert [len(homes(num_nodes)) for num_nodes in (20, 100, 250)] == [1, 4, 10]
+
+
 def test_all_nodes_are_asked_where_there_are_few():
     placement = placement_of(NODES[:2])
     assert sorted(placement.candidates(question())) == ["node0", "node1"]

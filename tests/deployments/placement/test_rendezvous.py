@@ -39,6 +39,14 @@ def test_no_more_nodes_than_there_are():
     assert sorted(Rendezvous({"a": 1.0, "b": 1.0}).ranked(1, 5)) == ["a", "b"]
 
 
+def test_nodes_that_are_first_for_one_key_are_ranked_by_another():
+    rendezvous = Rendezvous({f"node{i}": 1.0 for i in range(50)})
+    group = rendezvous.ranked(7, 5)
+    order = [node for node in rendezvous.ranked(1, 50) if node in group]
+    assert rendezvous.ranked_among(1, 7, 5) == order != group
+    assert Rendezvous({}).ranked_among(1, 7, 5) == []
+
+
 def test_choice_among_a_thousand_nodes_takes_microseconds():
     rendezvous = Rendezvous({f"{i:056x}": 1.0 for i in range(1000)})
     began_s = time.perf_counter()
