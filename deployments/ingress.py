@@ -35,6 +35,7 @@ from deployments.metrics.text_format import text_of
 from deployments.node_metrics import NodeReplicas
 from deployments.planning import thinks
 from deployments.process import in_replica, replica_info
+from deployments.process import node_id as own_node_id
 from deployments.protocol import ChatRequest, Embeddings, EmbedRequest, Route, TextDelta, TextLogprobs, ToolCall
 from deployments.ray_internals import listen_on_node_address
 from deployments.replica_calls import ask_replicas
@@ -376,6 +377,11 @@ class Ingress:
 
     async def clear_cache(self) -> dict[str, Any]:
         return cleared_body(*await self._client.ask_all("clear_cache", await engine_node_ids()))
+
+    async def drain_on(self, node_id: str) -> None:
+        """Drain this ingress if it is on the node, whose machine is about to leave; the others go on."""
+        if own_node_id() == node_id:
+            await self.drain()
 
     async def drain_node(self, node_id: str, is_back: bool = False) -> None:
         nodes = await engine_node_ids()
