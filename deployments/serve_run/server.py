@@ -83,7 +83,8 @@ class Server:
         self._start_ray()
         self._stop.install()  # Ray has replaced the handler
         self._say("Ray is up")
-        Watcher(self._config, self._on_running, owns_cluster=self._owns_ray).start()
+        is_continued = self._head is not None and self._head.continues(identity_of(self._config))
+        Watcher(self._config, self._on_running, owns_cluster=self._owns_ray, is_continued=is_continued).start()
         build_graph = graph.result()
         check_with_ray(self._config.raw, "the configuration")
         application = build_graph(self._config.args, self._config.overrides)
