@@ -38,7 +38,8 @@ from deployments.metrics.node_figures import IngressFigures
 from deployments.metrics.text_format import text_of
 from deployments.node_metrics import NodeReplicas
 from deployments.planning import thinks
-from deployments.process import in_replica, node_id, replica_info
+from deployments.process import in_replica, replica_info
+from deployments.process import node_id as own_node_id
 from deployments.protocol import ChatRequest, Embeddings, EmbedRequest, Route, TextDelta, TextLogprobs, ToolCall
 from deployments.ray_internals import listen_on_node_address
 from deployments.replica_calls import ask_replicas, call_within
@@ -190,7 +191,7 @@ class Ingress:
             max_share_per_address=http.max_share_per_address,
         )
         own = own_deployment()
-        self._peers = IngressPeers(own, node_id(), "" if own is None else replica_info()["replica_id"])
+        self._peers = IngressPeers(own, own_node_id(), "" if own is None else replica_info()["replica_id"])
         self._limits = SharedLimits(self._peers)
         self.figures = HttpFigures()
         self._tracing = Tracing(args.tracing, args.model_name) if args.tracing.endpoint is not None else None
@@ -384,6 +385,11 @@ class Ingress:
 
     async def clear_cache(self) -> dict[str, Any]:
         return cleared_body(*await self._client.ask_all("clear_cache", await engine_node_ids()))
+
+    async def drain_on(self, node_id: str) -> None:
+        """Drain this ingress if it is on the node, whose machine is about to leave; the others go on."""
+        if own_node_id() == node_id:
+            await self.drain()
 
     async def drain_node(self, node_id: str, is_back: bool = False) -> None:
         nodes = await engine_node_ids()

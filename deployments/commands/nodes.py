@@ -22,9 +22,18 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         show_json(status["engines"])
     else:
-        columns = ("node", "process", "state", "#rows", "#waiting", "#context", "#memory")
-        console().print(table(columns, _rows(status["engines"])))
+        show_nodes(status["engines"])
     return 0 if status.get("ready") else 1
+
+
+def show_nodes(engines: list[dict[str, Any]]) -> None:
+    """Print a table of the nodes.
+
+    Args:
+        engines: `engines` of /v1/status.
+    """
+    columns = ("node", "process", "state", "#rows", "#waiting", "#context", "#memory")
+    console().print(table(columns, _rows(engines)))
 
 
 def node_ids(server: Connection) -> list[str]:

@@ -99,7 +99,7 @@ def finds_cluster(note: Path | None = None) -> bool:
     Raises:
         CannotStart: The cluster does not answer but may return, for example while its head reboots.
     """
-    note = _note() if note is None else note
+    note = address_note() if note is None else note
     address = note.read_text().strip() if note.exists() else ""
     host, _, port = address.rpartition(":")
     if not (host and port.isdigit()):
@@ -124,7 +124,8 @@ def finds_cluster(note: Path | None = None) -> bool:
         return False
 
 
-def _note() -> Path:
+def address_note() -> Path:
+    """Return the file in which `ray start` notes the address of the cluster."""
     from ray._common.utils import get_ray_address_file
 
     return Path(get_ray_address_file(None))

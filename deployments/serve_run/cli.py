@@ -20,6 +20,7 @@ from deployments.serve_run.config_file import (
 )
 from deployments.serve_run.effective import describe
 from deployments.serve_run.environment import not_in_effect, set_defaults
+from deployments.serve_run.head import Head, HeadOptions
 from deployments.serve_run.stop import say
 from engine.host_memory import on_small_mac
 
@@ -47,6 +48,23 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--address",
         default=os.environ.get("RAY_ADDRESS"),
         help="Ray cluster to join; default: RAY_ADDRESS, else the cluster of the last `ray start`, else a new one",
+    )
+    serve.add_argument(
+        "--cluster",
+        action="store_true",
+        help="be the head of a cluster that other machines join by `orchard join`, or continue the one that this "
+        "machine was the head of",
+    )
+    serve.add_argument(
+        "--interface",
+        metavar="NAME|ADDRESS",
+        help="with --cluster: interface by which the other machines reach this one, such as en0, or its address; "
+        "default: that of the default route",
+    )
+    serve.add_argument(
+        "--new-cluster",
+        action="store_true",
+        help="with --cluster: forget the cluster that this machine was the head of; machines that are still in it end",
     )
     serve.add_argument(
         "--dashboard",
@@ -106,6 +124,11 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         return options
     if options.model is not None and options.model.endswith((".yaml", ".yml")) and Path(options.model).is_file():
         serve.error(f"{options.model} is a configuration file: orchard serve --config {options.model}")
+    if options.cluster and options.address:
+        serve.error(f"--cluster makes a cluster; --address, or RAY_ADDRESS, names another one: {options.address}")
+    for name in ("interface", "new_cluster"):
+        if getattr(options, name) and not options.cluster:
+            serve.error(f"--{name.replace('_', '-')} has no effect without --cluster")
     if options.object_store_mib < 100:
         serve.error(f"--object-store-mib: {options.object_store_mib} is less than Ray's minimum of 100")
     return options
@@ -128,13 +151,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_keys(config)
             say(describe(config, not_in_effect()))
             return 0
-        address = options.address or ("auto" if finds_cluster() else None)
+        object_store_bytes, environment = options.object_store_mib * 2**20, not_in_effect()
+        head = None
+        if options.cluster:
+            chosen = HeadOptions(options.interface, options.new_cluster)
+            head = Head(config, chosen, options.dashboard, object_store_bytes)
+            address = head.address
+        else:
+            address = options.address or ("auto" if finds_cluster() else None)
         model_check = None
-        if address is None:
+        if address is None or head is not None:
             check_keys(config)
             check_machine(config)
             model_check = ModelCheck(config)
-        say(describe(config, not_in_effect()))
+        say(describe(config, environment))
         from deployments.serve_run.server import Server  # imports Ray, beside the check of the model
 
         if model_check is not None:
@@ -142,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, CannotStart) as error:
         say(str(error))
         return 1
-    return Server(config, address, options.dashboard, options.object_store_mib * 2**20, began_s).run()
+    return Server(config, address, options.dashboard, object_store_bytes, began_s, head).run()
 
 
 def _check_model(options: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 """Server: runs `orchard serve`; starts Ray, Serve and the application, and ends them with the process."""
 
+import os
 import sys
 import threading
 import time
@@ -9,10 +10,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
+from deployments.cluster.sources import sources_digest
+from deployments.serve_run.checks import CannotStart
 from deployments.serve_run.config_file import ConfigError, OrchardConfig, check_with_ray
-from deployments.serve_run.node_start import prepare_node
-from deployments.serve_run.stop import GracefulStop, drain_applications, say
-from deployments.serve_run.watch import Watcher, reason_in
+from deployments.serve_run.head import Head
+from deployments.serve_run.node_start import prepare_node, warm_agents
+from deployments.serve_run.stop import GracefulStop, drain_applications, drain_this_node, say
+from deployments.serve_run.watch import Watcher, application_status, children, end_ray, reason_in
 from engine.protocol import OrchardError
 
 RESOURCES = {"mlx": 1.0, "mlx_scorer": 1.0}
@@ -28,7 +32,13 @@ class Server:
     """The process of `orchard serve`: starts Ray, or joins a cluster, and the application; shuts down on a signal."""
 
     def __init__(
-        self, config: OrchardConfig, address: str | None, dashboard: bool, object_store_bytes: int, began_s: float
+        self,
+        config: OrchardConfig,
+        address: str | None,
+        dashboard: bool,
+        object_store_bytes: int,
+        began_s: float,
+        head: Head | None = None,
     ):
         """Store the settings; `run` starts the server.
 
@@ -38,13 +48,15 @@ class Server:
             dashboard: Whether a new cluster has Ray's dashboard.
             object_store_bytes: Shared memory of a new cluster.
             began_s: Monotonic start time of the command, for the log.
+            head: This machine as the head of a cluster, at `address`.
         """
         self._config = config
         self._address = address
         self._dashboard = dashboard
         self._object_store_bytes = object_store_bytes
         self._began_s = began_s
-        self._stop = GracefulStop(lambda: drain_applications({config.name: config.args.drain_timeout_s}))
+        self._head = head
+        self._stop = GracefulStop(self._drain)
 
     def run(self) -> int:
         """Serve until a signal; return the exit status. The watcher's thread may end the process with status 1."""
@@ -65,11 +77,14 @@ class Server:
         self._stop.install()
         if self._address is None:
             prepare_node()
+        elif self._head is not None and sys.platform == "darwin":
+            warm_agents()
         graph = _InThread(_import_graph)
         self._start_ray()
         self._stop.install()  # Ray has replaced the handler
         self._say("Ray is up")
-        Watcher(self._config, self._on_running, owns_cluster=self._address is None).start()
+        is_continued = self._head is not None and self._head.continues(identity_of(self._config))
+        Watcher(self._config, self._on_running, owns_cluster=self._owns_ray, is_continued=is_continued).start()
         build_graph = graph.result()
         check_with_ray(self._config.raw, "the configuration")
         application = build_graph(self._config.args, self._config.overrides)
@@ -87,6 +102,9 @@ class Server:
 
     def _start_ray(self) -> None:
         runtime_env = self._config.application.get("runtime_env")
+        if self._head is not None:
+            self._head.start()
+            self._head.watch(self._end_at_once)
         if self._address is not None:
             ray.init(address=self._address, namespace=NAMESPACE, runtime_env=runtime_env)
             return
@@ -121,6 +139,18 @@ class Server:
         serve_is_up.result()
 
     def _deploy(self, application: Any) -> None:
+        """Deploy the application, unless a head that is back finds the same one: its replicas elsewhere go on."""
+        if self._head is None:
+            self._submit(application)
+            return
+        identity = identity_of(self._config)
+        if self._head.continues(identity) and application_status(self._config.name) is not None:
+            self._say("the cluster has this application already: it goes on")
+            return
+        self._submit(application)
+        self._head.note_deployed(identity)
+
+    def _submit(self, application: Any) -> None:
         from ray import serve
 
         target = serve.RunTarget(
@@ -136,9 +166,45 @@ class Server:
     def _on_running(self) -> None:
         self._stop.serving()
         self._say("the application runs")
+        if self._head is not None:
+            self._open_head(self._head)
+
+    def _open_head(self, head: Head) -> None:
+        """Let other machines join, from the watcher's thread."""
+        try:
+            head.answer_joins()
+        except CannotStart as error:
+            say(str(error))
+            self._end_at_once()
+        say(head.describe())
+
+    @property
+    def _owns_ray(self) -> bool:
+        return self._address is None or self._head is not None
+
+    def _drain(self) -> None:
+        timeout_s = self._config.args.drain_timeout_s
+        if self._head is None:
+            drain_applications({self._config.name: timeout_s})
+        else:
+            drain_this_node(self._config.name, timeout_s)
+
+    def _end_at_once(self) -> None:
+        """End the process from another thread, as the main thread may be blocked in Ray."""
+        try:
+            end_ray(children())
+        finally:
+            os._exit(1)
 
     def _shut_down(self) -> None:
-        """Shut down Serve, and Ray if this process started it. A joined cluster keeps running, as with `serve run`."""
+        """Shut down Serve, and Ray if this process started it. A joined cluster keeps running, as with `serve run`.
+
+        The application of a cluster stays, for the other machines and for the head's return.
+        """
+        if self._head is not None:
+            ray.shutdown()
+            self._head.stop()
+            return
         if not ray.is_initialized():
             return
         from ray import serve
@@ -187,7 +253,21 @@ def _import_graph() -> Callable[..., Any]:
     return build_graph
 
 
+def identity_of(config: OrchardConfig) -> dict[str, Any]:
+    """Return what makes two deployments of the application the same: its configuration and Orchard's sources."""
+    return {
+        "name": config.name,
+        "route_prefix": config.route_prefix,
+        "args": config.args.model_dump(mode="json"),
+        "overrides": config.overrides,
+        "runtime_env": config.application.get("runtime_env"),
+        "sources": sources_digest(),
+    }
+
+
 def _reason(error: Exception) -> str:
+    if isinstance(error, CannotStart):
+        return str(error)
     if isinstance(error, OrchardError | ConfigError):
         return str(error.args[0] if isinstance(error, OrchardError) else error)
     return f"{type(error).__name__}: {reason_in(str(error))}"

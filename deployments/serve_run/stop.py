@@ -104,6 +104,30 @@ def drain_applications(timeouts_s: Mapping[str, float]) -> None:
     time.sleep(FLUSH_S)
 
 
+def drain_this_node(name: str, timeout_s: float) -> None:
+    """Drain this machine alone: answers of its engine move to other nodes, and its ingress ends what it has.
+
+    Failures are printed.
+
+    Args:
+        name: Of the application.
+        timeout_s: Its drain_timeout_s. The call takes at most CLOSE_MARGIN_S longer.
+    """
+    import ray
+    from ray import serve
+
+    say(f"Stopping: running requests get up to {timeout_s:g} s to finish. Repeat the signal to end them now.")
+    deadline = time.monotonic() + timeout_s + CLOSE_MARGIN_S
+    own = ray.get_runtime_context().get_node_id()
+    with _telling_of(name):
+        if len([node for node in ray.nodes() if node["Alive"]]) > 1:
+            with _telling_of(name):
+                serve.get_app_handle(name).drain_node.remote(own).result(timeout_s=timeout_s)
+        response = serve.get_app_handle(name).broadcast("drain_on", own)
+        response.results(timeout_s=max(1.0, deadline - time.monotonic()), return_exceptions=True)
+    time.sleep(FLUSH_S)
+
+
 @contextmanager
 def _telling_of(name: str) -> Iterator[None]:
     try:

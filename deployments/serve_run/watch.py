@@ -39,10 +39,18 @@ StatusOf = Callable[[], Any]
 
 
 class Watch:
-    """Decides from an application's status when to give up. Times are monotonic seconds."""
+    """Decides from an application's status when to give up. Times are monotonic seconds.
 
-    def __init__(self, name: str, now: float):
+    Args:
+        name: Of the application.
+        now: The time.
+        is_continued: Whether the application ran before this process did, as that of a head that has come back: its
+            failures are those of the return, and count only if they last.
+    """
+
+    def __init__(self, name: str, now: float, is_continued: bool = False):
         self._name = name
+        self._is_continued = is_continued
         self._answered_at: float | None = None
         self._in_order_at = now
         self.has_run = False
@@ -58,9 +66,10 @@ class Watch:
         status = application.status if application is not None else None
         if status == "RUNNING":
             self.has_run = True
-        if status in IN_ORDER or not self.has_run:
+        may_last = self.has_run or self._is_continued
+        if status in IN_ORDER or not may_last:
             self._in_order_at = asked_at
-        if status == "DEPLOY_FAILED" and not self.has_run:
+        if status == "DEPLOY_FAILED" and not may_last:
             return f"Application '{self._name}' could not be started:\n{reasons_of(application)}"
         if asked_at - self._in_order_at <= NOT_RUNNING_S:
             return None
@@ -83,6 +92,7 @@ class Watcher:
         on_running: Callable[[], None],
         owns_cluster: bool,
         status_of: StatusOf | None = None,
+        is_continued: bool = False,
     ):
         """Store the settings.
 
@@ -91,12 +101,13 @@ class Watcher:
             on_running: Called once, when the application is running.
             owns_cluster: Whether this process started Ray.
             status_of: Returns the status; default: application_status.
+            is_continued: See Watch.
         """
         self._config = config
         self._on_running = on_running
         self._owns_cluster = owns_cluster
         self._status_of = status_of or (lambda: application_status(config.name))
-        self._watch = Watch(config.name, time.monotonic())
+        self._watch = Watch(config.name, time.monotonic(), is_continued)
         self._lock = threading.Lock()
         self._reason: str | None = None
         self._started: set[psutil.Process] = set()

@@ -13,7 +13,7 @@ import huggingface_hub  # imports its submodules lazily
 from engine.demo import DEMO_MODEL
 from engine.processing.vision_family import vision_family
 from engine.protocol import EngineFailed
-from engine.smollm2 import SMOLLM2, smollm2_checkpoint
+from engine.smollm2 import SMOLLM2, is_made, smollm2_checkpoint, smollm2_directory
 
 VIDEO_PROCESSOR = "Qwen3VLVideoProcessor"
 """Class name of the only supported video processor."""
@@ -42,6 +42,26 @@ def resolve_checkpoint(model: str, revision: str | None, *, weights: bool) -> Pa
     if revision is not None:
         raise EngineFailed(f"revision {revision!r} has no effect: model {model!r} is the directory {local}")
     return local
+
+
+def checkpoint_here(model: str, revision: str | None) -> Path | None:
+    """Return the directory of a model whose weights are on this machine, None if they are not. Downloads nothing.
+
+    Args:
+        model: As for resolve_checkpoint.
+        revision: As for resolve_checkpoint.
+    """
+    if model == SMOLLM2:
+        return smollm2_directory() if is_made() else None
+    try:
+        if (local := _local_directory(model)) is not None:
+            return local
+        patterns: list[str] = [*CONFIG_PATTERNS, *WEIGHT_PATTERNS]
+        return Path(
+            huggingface_hub.snapshot_download(model, revision=revision, allow_patterns=patterns, local_files_only=True)
+        )
+    except (EngineFailed, huggingface_hub.errors.HFValidationError, OSError):
+        return None
 
 
 def is_local(model: str) -> bool:

@@ -74,11 +74,11 @@ class Machine:
         """Does it in a thread on that machine, whose own addresses it reaches as 127.0.0.1. A concurrent Future."""
         return self._threads.submit(work, *arguments)
 
-    def start(self, command: list[str], env: dict[str, str], log: Path) -> subprocess.Popen[str]:
-        """Starts a process on that machine, with a low priority. Its output goes to `log`, its stdin is a pipe."""
+    def start(self, command: list[str], env: dict[str, str], log: Path, niceness: int = 5) -> subprocess.Popen[str]:
+        """Starts a process on that machine. Its output goes to `log`, its stdin is a pipe."""
         with log.open("w") as output:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", self.name, "nice", "-n", "5", *command],
+                ["ip", "netns", "exec", self.name, "nice", "-n", str(niceness), *command],
                 env=env,
                 stdin=subprocess.PIPE,
                 stdout=output,

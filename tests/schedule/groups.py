@@ -40,7 +40,7 @@ def group_of(node_id: str) -> str:
 def place_of(file: str) -> int | None:
     """Return the place of a file in the group of servers; None for one that needs no server."""
     path = PurePosixPath(file)
-    if "cluster" in path.parts:
+    if "cluster" in path.parts and "deployments" not in path.parts:
         return CLUSTER
     if "e2e" in path.parts:
         return OWN_SERVER if path.name in OWN_SERVERS else ONE_SERVER

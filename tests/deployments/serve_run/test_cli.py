@@ -138,3 +138,21 @@ def test_check_reports_what_a_model_can_do_here(tmp_path: Path):
 def test_commands_on_a_missing_model_say_why(tmp_path: Path, arguments: list[str]):
     done = orchard(tmp_path, *arguments, str(tmp_path / "nowhere"))
     assert done.returncode == 1 and "there is no directory" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--interface", "lo"], "--interface has no effect without --cluster"),
+        (["--new-cluster"], "--new-cluster has no effect without --cluster"),
+        (["--cluster", "--address", "10.0.0.1:6379"], "--address, or RAY_ADDRESS, names another one: 10.0.0.1:6379"),
+    ],
+)
+def test_options_of_a_cluster_that_would_have_no_effect_are_refused(tmp_path: Path, arguments: list[str], message: str):
+    done = orchard(tmp_path, "serve", *arguments)
+    assert done.returncode == 2 and message in " ".join(done.stderr.split())
+
+
+def test_a_head_needs_an_address_of_this_machine(tmp_path: Path):
+    done = orchard(tmp_path, "serve", "demo", "--port", str(free_port()), "--cluster", "--interface", "none0")
+    assert done.returncode == 1 and "--interface is 'none0'; this machine has" in done.stderr

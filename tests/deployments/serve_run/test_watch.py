@@ -59,6 +59,13 @@ def test_deployment_of_a_new_version_has_no_time_limit():
     assert seen((1.0, RUNNING), (2.0, DEPLOYING), (1e5, DEPLOYING), (1e5 + 1, None), (1e5 + 2, RUNNING)) == [None] * 5
 
 
+def test_failures_of_an_application_that_went_on_without_its_head_count_only_if_they_last():
+    watch = Watch("orchard", 0.0, is_continued=True)
+    assert watch.see(FAILED, 1.0) is None and watch.see(FAILED, NOT_RUNNING_S) is None and not watch.has_run
+    assert watch.see(FAILED, NOT_RUNNING_S + 2.0) is not None
+    assert watch.see(RUNNING, NOT_RUNNING_S + 3.0) is None and watch.has_run
+
+
 def test_silence_of_serve_counts_from_its_last_answer():
     watch = Watch("orchard", 0.0)
     assert watch.hear_nothing(1e6) is None  # Ray is starting

@@ -1,0 +1,22 @@
+"""The TCP ports of a cluster's machines, all of one range, for firewalls.
+
+Besides these, Serve's replicas listen on ports that the system chooses.
+"""
+
+JOIN = 6378
+"""Of the head: answers `orchard join`."""
+GCS = 6379
+"""Of the head: Ray's GCS, which gives a cluster its address."""
+NODE = {
+    "node-manager-port": 6380,
+    "object-manager-port": 6381,
+    "runtime-env-agent-port": 6382,
+    "dashboard-agent-listen-port": 6383,
+    "dashboard-agent-grpc-port": 6384,
+    "metrics-export-port": 6385,
+    "min-worker-port": 6400,
+    "max-worker-port": 6999,
+}
+"""Option of `ray start` to port, on every machine."""
+HEAD_ONLY = {"ray-client-server-port": 6386, "dashboard-port": 8265}
+"""Option of `ray start --head` to port; the dashboard listens on loopback."""

@@ -1,0 +1,265 @@
+"""Head: this machine as the head of a cluster, for `orchard serve --cluster`: the GCS's store, and Ray on it.
+
+The state of Ray's GCS, and with it the application, is in a file. When this machine dies and the command is given
+again, the other machines, which wait for RECONNECT_S, belong to the same cluster as before and have not stopped.
+"""
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.args import AppArgs
+from deployments.cluster import ports
+from deployments.cluster.facts import read_facts
+from deployments.cluster.folder import ClusterFolder, FolderError
+from deployments.cluster.join_server import JoinServer
+from deployments.cluster.own_address import NoAddress, own_address
+from deployments.cluster.ray_node import RECONNECT_S, NodeOptions, RayFailed, RayNode, set_variables
+from deployments.cluster.store_process import StoreNotStarted, StoreProcess
+from deployments.serve_run.checks import CannotStart, address_note
+from deployments.serve_run.config_file import OrchardConfig
+from deployments.serve_run.effective import url_of
+from deployments.serve_run.environment import raise_open_files, set_defaults
+from deployments.serve_run.stop import say
+from engine.process_lock import LockHeld, ProcessLock
+from engine.processing.checkpoint import draft_of
+
+LEFTOVER_S = 30.0
+"""Time for the processes of an earlier start, which end by themselves, to do so."""
+POLL_S = 0.5
+CONNECT_S = 1.0
+
+SERVE_KEYS = ("http_options", "proxy_location", "logging_config", "tracing_config", "controller_options")
+"""Entries of the configuration that Serve reads once, when its controller is first started."""
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """What the command line says of the head."""
+
+    interface: str | None = None
+    """Name or address of the interface by which the others reach this machine; None: that of the default route."""
+    is_new: bool = False
+    """Whether a new cluster replaces the one in the log."""
+
+
+class Head:
+    """The store and Ray on this machine. `start` starts both, `stop` ends both.
+
+    Attributes:
+        address: HOST:PORT of the GCS, for `ray.init`.
+    """
+
+    def __init__(
+        self,
+        config: OrchardConfig,
+        options: HeadOptions,
+        dashboard: bool,
+        object_store_bytes: int,
+        folder: ClusterFolder | None = None,
+    ):
+        """Check that this machine can be the head, and reserve that.
+
+        Raises:
+            CannotStart: Another process is the head, a port is in use, or the cluster in the log differs in what cannot
+                be changed.
+        """
+        self._config = config
+        self._folder = folder or ClusterFolder()
+        self._store: StoreProcess | None = None
+        self._ray: RayNode | None = None
+        self._joins: JoinServer | None = None
+        self._is_stopping = threading.Event()
+        try:
+            self._folder.make()
+            self._lock = ProcessLock(self._folder.path / "head.lock")
+            self.token = self._folder.token()
+            self._host = own_address(options.interface)
+            if options.is_new:
+                self._folder.forget_cluster()
+            self._started = self._folder.started()
+        except LockHeld as held:
+            raise CannotStart(f"this machine is already the head of a cluster, by {held.holder}") from None
+        except (FolderError, NoAddress) as error:
+            raise CannotStart(str(error)) from None
+        self.address = f"{self._host}:{ports.GCS}"
+        try:
+            refuse_variables(os.environ)
+            self._refuse_other_address()
+            self._refuse_other_serve_options()
+            await_free(self._host, (ports.GCS, ports.NODE["node-manager-port"]))
+        except CannotStart:
+            self._lock.release()
+            raise
+        self._dashboard = dashboard
+        self._object_store_bytes = object_store_bytes
+        set_variables(os.environ, self._folder.token_file)  # before this process imports Ray
+
+    def start(self) -> None:
+        """Start the store and Ray. Raises CannotStart."""
+        raise_open_files()
+        address_note().unlink(missing_ok=True)  # of an earlier start, which Ray would take for a running one
+        try:
+            self._store = StoreProcess(self._folder.store_log)
+            environ = {**os.environ, "RAY_REDIS_ADDRESS": self._store.address}
+            set_defaults(environ, "ray")
+            node = NodeOptions(
+                self._host,
+                self._resources(),
+                self._object_store_bytes,
+                dashboard=self._dashboard,
+                secret_options=(f"--redis-password={self._store.password}",),
+            )
+            self._ray = RayNode(node, environ, self._folder.ray_output)
+            self._ray.start()
+        except (StoreNotStarted, RayFailed) as error:
+            self.stop()
+            raise CannotStart(str(error)) from None
+        except BaseException:
+            self.stop()
+            raise
+        self._note(application=self._started.get("application"))
+
+    def answer_joins(self) -> None:
+        """Answer machines that want to join, from now on. Raises CannotStart."""
+        try:
+            self._joins = JoinServer(self._host, ports.JOIN, self.token, self._facts)
+        except OSError as error:
+            raise CannotStart(
+                f"port {ports.JOIN} of {self._host}, which answers `orchard join`, cannot be used: {error.strerror}"
+            ) from None
+        self._joins.start()
+
+    def watch(self, on_end: Callable[[], None]) -> None:
+        """Call on_end from a thread, after a message, when the store or Ray has ended by itself."""
+
+        def look() -> None:
+            while not self._is_stopping.wait(POLL_S):
+                if (what := self._ended()) is not None:
+                    say(
+                        f"{what} of this head has ended. The other machines go on answering for {RECONNECT_S} s: "
+                        "give the command again within that time."
+                    )
+                    on_end()
+
+        threading.Thread(target=look, name="watch-head", daemon=True).start()
+
+    def stop(self) -> None:
+        """End Ray on this machine, then the store."""
+        self._is_stopping.set()
+        if self._joins is not None:
+            self._joins.stop()
+        if self._ray is not None:
+            self._ray.stop()
+        if self._store is not None:
+            self._store.stop()
+
+    def continues(self, application: Mapping[str, Any]) -> bool:
+        """Tell whether the cluster already has this application, so that nothing must be deployed."""
+        return self._started.get("application") == application
+
+    def note_deployed(self, application: Mapping[str, Any]) -> None:
+        """Note the application that the cluster has now."""
+        self._note(application=dict(application))
+
+    def describe(self) -> str:
+        """Return what the operator must know to let other machines join."""
+        token = self.token if sys.stderr.isatty() else "TOKEN"
+        where = "" if sys.stderr.isatty() else f" TOKEN is in {self._folder.token_file}."
+        return (
+            f"This machine is the head of a cluster. On each other machine: orchard join {self._host} --token {token}\n"
+            f"Whoever has the token can run code on every machine of the cluster.{where}"
+        )
+
+    def _resources(self) -> dict[str, float]:
+        scorer = {"mlx_scorer": 1.0} if self._config.args.resolved().spec_prefill.enabled else {}
+        return {"mlx": 1.0, **scorer}
+
+    def _facts(self) -> dict[str, Any]:
+        facts = read_facts(_models(self._config.args.resolved()))
+        return {
+            "facts": facts.as_json(),
+            "gcs": self.address,
+            "url": url_of(self._config),
+            "resources": self._resources(),
+        }
+
+    def _ended(self) -> str | None:
+        if self._store is not None and self._store.has_ended:
+            return "The store of Ray's GCS"
+        if self._ray is not None and self._ray.has_ended:
+            return "Ray"
+        return None
+
+    def _note(self, application: Any) -> None:
+        self._started = {"address": self._host, "serve": self._serve_options(), "application": application}
+        self._folder.note_started(self._started)
+
+    def _serve_options(self) -> dict[str, Any]:
+        return {key: self._config.raw[key] for key in SERVE_KEYS if self._config.raw.get(key) is not None}
+
+    def _refuse_other_address(self) -> None:
+        known = self._started.get("address", self._host)
+        if known != self._host:
+            raise CannotStart(
+                f"The cluster in {self._folder.store_log} has its head at {known}, where its machines look for it, and "
+                f"this machine's address is {self._host}. Give it that address (--interface {known}), or start a new "
+                "cluster with --new-cluster, which the other machines must join again."
+            )
+
+    def _refuse_other_serve_options(self) -> None:
+        known, now = self._started.get("serve"), self._serve_options()
+        if known is None or known == now:
+            return
+        changed = [key for key in SERVE_KEYS if known.get(key) != now.get(key)]
+        differences = "; ".join(f"{key}: {known.get(key)} there, {now.get(key)} here" for key in changed)
+        raise CannotStart(
+            f"The cluster in {self._folder.store_log} was started with other options, which a running Serve keeps "
+            f"({differences}). Start with those, or start a new cluster with --new-cluster, which the other machines "
+            "must join again."
+        )
+
+
+def _models(args: AppArgs) -> list[tuple[str, str | None]]:
+    """Return name and revision of each model that a node loads."""
+    engine, scorer = args.engine, args.spec_prefill
+    models = [(engine.model, engine.revision)]
+    if engine.draft_model is not None:
+        models.append((draft_of(engine.draft_model.model), engine.draft_model.revision))
+    if scorer.enabled:
+        models.append((draft_of(scorer.draft_model), scorer.draft_revision))
+    return models
+
+
+def refuse_variables(environ: Mapping[str, str]) -> None:
+    """Raise CannotStart if the environment contradicts what a cluster needs."""
+    for name in ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "RAY_REDIS_ADDRESS"):
+        if environ.get(name):
+            raise CannotStart(f"{name} is set, which a cluster of Orchard's makes itself: unset it.")
+    if (mode := environ.get("RAY_AUTH_MODE", "token")) != "token":
+        raise CannotStart(f"RAY_AUTH_MODE is {mode!r}; the machines of a cluster need 'token': unset it.")
+
+
+def await_free(host: str, numbers: tuple[int, ...]) -> None:
+    """Wait for processes of an earlier start to release their ports. Raises CannotStart."""
+    deadline = time.monotonic() + LEFTOVER_S
+    while (taken := [port for port in numbers if _answers(host, port)]) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    if taken:
+        raise CannotStart(
+            f"port {taken[0]} of {host} is in use: Ray runs on this machine already. End it by `orchard leave` if this "
+            "machine belongs to a cluster, else by `ray stop`."
+        )
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,106 @@
+"""What a head refuses before it starts anything, on loopback."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deployments.cluster import ports
+from deployments.cluster.folder import ClusterFolder
+from deployments.serve_run import head
+from deployments.serve_run.checks import CannotStart
+from deployments.serve_run.config_file import OrchardConfig, default_config
+from deployments.serve_run.head import Head, HeadOptions, refuse_variables
+
+LOOPBACK = HeadOptions(interface="127.0.0.1")
+VARIABLES = ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "RAY_REDIS_ADDRESS")
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undo what a head sets for the processes that it starts."""
+    with monkeypatch.context() as patch:
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
+            patch.setenv(name, "token")
+        for name in ("RAY_gcs_rpc_server_reconnect_timeout_s", "RAY_raylet_start_wait_time_s"):
+            patch.setenv(name, "60")
+        for name in VARIABLES:
+            patch.delenv(name, raising=False)
+        yield
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterFolder:
+    monkeypatch.setattr(head, "LEFTOVER_S", 0.0)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(ports, "GCS", probe.getsockname()[1])
+    return ClusterFolder(tmp_path / "cluster")
+
+
+def make(folder: ClusterFolder, config: OrchardConfig | None = None, options: HeadOptions = LOOPBACK) -> Head:
+    return Head(
+        config or default_config("demo", None), options, dashboard=False, object_store_bytes=2**27, folder=folder
+    )
+
+
+def released(made: Head) -> Head:
+    made._lock.release()
+    return made
+
+
+def test_a_head_makes_its_folder_and_says_how_to_join(folder: ClusterFolder):
+    made = released(make(folder))
+    assert made.address == f"127.0.0.1:{ports.GCS}" and made.token == folder.token()
+    assert "orchard join 127.0.0.1 --token TOKEN" in made.describe()
+    assert made.token not in made.describe() and str(folder.token_file) in made.describe(), "no terminal reads it"
+
+
+def test_one_process_is_the_head(folder: ClusterFolder):
+    first = make(folder)
+    with pytest.raises(CannotStart, match="already the head of a cluster, by process"):
+        make(folder)
+    released(first)
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_variables_that_contradict_a_cluster_are_named(name: str):
+    with pytest.raises(CannotStart, match=f"{name} is set"):
+        refuse_variables({name: "something"})
+    with pytest.raises(CannotStart, match="RAY_AUTH_MODE is 'disabled'"):
+        refuse_variables({"RAY_AUTH_MODE": "disabled"})
+    refuse_variables({"RAY_AUTH_MODE": "token"})
+
+
+def test_a_port_in_use_is_named(folder: ClusterFolder):
+    with socket.create_server(("127.0.0.1", ports.GCS)), pytest.raises(CannotStart, match=f"port {ports.GCS} of 127"):
+        make(folder)
+
+
+def test_a_cluster_keeps_its_address(folder: ClusterFolder):
+    released(make(folder))
+    folder.store_log.write_bytes(b"")
+    folder.note_started({"address": "192.168.1.10"})
+    with pytest.raises(CannotStart, match=r"has its head at 192.168.1.10, .* and this machine's address is 127.0.0.1"):
+        make(folder)
+
+
+def test_options_that_a_running_serve_keeps_are_refused_until_a_new_cluster(folder: ClusterFolder):
+    first = released(make(folder))
+    folder.store_log.write_bytes(b"")
+    first._note(application=None)
+    changed = default_config("demo", 8124)
+    with pytest.raises(CannotStart, match=r"http_options: .*8000.* there, .*8124.* here.*--new-cluster"):
+        make(folder, changed)
+    new = released(make(folder, changed, HeadOptions("127.0.0.1", is_new=True)))
+    assert not folder.store_log.exists() and new.token == first.token
+
+
+def test_the_application_goes_on_only_if_it_is_the_same(folder: ClusterFolder):
+    made = released(make(folder))
+    assert not made.continues({"args": 1})
+    folder.store_log.write_bytes(b"")
+    made.note_deployed({"args": 1})
+    again = released(make(folder))
+    assert again.continues({"args": 1}) and not again.continues({"args": 2})
