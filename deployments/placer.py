@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -76,18 +75,16 @@ class Placer:
 
     Args:
         engines: Handle of the engines.
-        rng: Source of random choices.
         clock: Monotonic seconds.
     """
 
     def __init__(
         self,
         engines: DeploymentHandle,
-        rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._engines = engines
-        self._placement = Placement(rng)
+        self._placement = Placement()
         self._clock = clock
         self._silent: set[str] = set()
         self._unanswered: Counter[str] = Counter()  # questions under way by node

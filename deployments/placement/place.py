@@ -1,6 +1,5 @@
 """Placement: which nodes are asked for a quote, and which of them gets the request. Pure."""
 
-import random
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -52,11 +51,10 @@ class Placement:
     all that were asked; `placed` remembers it.
 
     Args:
-        rng: Without effect: all nodes are chosen by rank, so that another ingress finds them again.
         homes: The last nodes of conversations.
     """
 
-    def __init__(self, rng: random.Random | None = None, homes: Homes | None = None):
+    def __init__(self, homes: Homes | None = None):
         self._homes = homes or Homes()
         self._nodes: dict[str, NodeFacts] = {}
         self._contexts: dict[bool, list[float]] = {False: [], True: []}  # by whether there are images; ascending

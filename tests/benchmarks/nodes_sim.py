@@ -129,7 +129,7 @@ class Cluster:
         self._rng = random.Random(seed)
         self._keys: dict[str, ConversationKeys] = {}  # by conversation, of its last turn
         self._last: dict[str, str] = {}
-        self._placement = Placement(random.Random(seed))
+        self._placement = Placement()
         self._placement.update(node.facts for node in self.nodes.values())
         self._rendezvous = Rendezvous(dict.fromkeys(self.nodes, 1.0))
         self._events: list[tuple[float, int, Callable[[], None]]] = []

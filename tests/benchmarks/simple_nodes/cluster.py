@@ -87,7 +87,6 @@ class Cluster:
         self.num_moved = self.num_unanswered = 0
         self._faults = faults
         self._living: dict[str, Device] = {}
-        self._known: dict[str, Device] = {}  # by the ingresses: it takes them a while to notice a death
         self._ingresses: dict[str, Placement] = {}
         self._systems: set[int] = set()  # that have been computed
         self._events: list[tuple[float, int, Callable[[], object]]] = []
@@ -123,12 +122,11 @@ class Cluster:
     def _join(self, machine: Machine) -> dict[str, Device]:
         name = f"node{len(self.nodes)}"
         self.nodes[name] = self._living[name] = Device(name, machine, self.clock, self._ended)
-        self._ingresses[name] = Placement(random.Random(self.rng.random()))
+        self._ingresses[name] = Placement()
         return self._living
 
     def _know(self, nodes: dict[str, Device]) -> None:
         """Let all ingresses know which nodes there are."""
-        self._known = dict(nodes)
         facts = [node.facts for node in nodes.values()]
         for ingress in self._ingresses.values():
             ingress.update(facts)

@@ -1,6 +1,5 @@
 """The nodes that are asked for a request, and the one that gets it."""
 
-import random
 from collections import Counter
 from dataclasses import replace
 
@@ -18,7 +17,7 @@ def question(number=1, num_tokens=1000, has_images=False) -> Question:
 
 
 def placement_of(nodes=NODES) -> Placement:
-    placement = Placement(random.Random(0))
+    placement = Placement()
     placement.update(nodes)
     return placement
 
