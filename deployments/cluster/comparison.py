@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 from deployments.cluster.facts import Checkpoint, Facts
+from deployments.cluster.sources import FOLDERS
 
 MAX_CLOCK_S = 5.0
 """Largest difference of the clocks, beyond which logs and timelines of the machines cannot be read together."""
@@ -69,7 +70,8 @@ def _packages(head: Facts, own: Facts) -> Iterator[Line]:
 
 
 def _sources(head: Facts, own: Facts, link: Link) -> Line:
-    remedy = f"rsync -a --delete --exclude .venv {link.head}:{head.root}/ {own.root}/ && uv sync --frozen"
+    folders = " ".join(f"{link.head}:{head.root}/{name}" for name in FOLDERS)
+    remedy = f"rsync -a --delete {folders} {own.root}/, which replaces both folders here"
     return _equal("Orchard", head.sources, own.sources, remedy)
 
 

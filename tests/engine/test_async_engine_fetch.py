@@ -60,6 +60,18 @@ async def ask(engine: AsyncEngine, spec: EngineRequest) -> int:
     return chunks[0].num_cached
 
 
+async def clear_files(engine: AsyncEngine) -> None:
+    """Remove the files of an engine once it has written some; the snapshots stay in its memory."""
+    while True:
+        disk = (await engine.cache_status()).disk
+        assert disk is not None
+        if disk["num_files"]:
+            break
+        await asyncio.sleep(0.01)
+    removed = await engine._thread.call(lambda core: core.prefix.clear_files())
+    assert removed is not None and await asyncio.wrap_future(removed)
+
+
 async def holder_of(engine: AsyncEngine, num_tokens: int) -> PrefixHolder:
     digest = await engine._thread.call(
         lambda core: next(e.digest for e in core.prefix.cache.index.entries() if e.num_tokens == num_tokens)
@@ -84,8 +96,7 @@ def test_a_snapshot_without_a_file_is_written_between_the_steps_of_its_engine(tm
     async def test(there: AsyncEngine, here: AsyncEngine) -> None:
         await ask(there, request("t", *turns(3)))
         holder = await holder_of(there, LENGTH)
-        removed = await there._thread.call(lambda core: core.prefix.clear_files())
-        assert removed is not None and await asyncio.wrap_future(removed)
+        await clear_files(there)
         assert await ask(here, replace(request("again", *turns(4)), holder=holder)) == LENGTH
 
     run_engines(test, tmp_path)
@@ -95,8 +106,7 @@ def test_a_failure_to_write_for_another_node_does_not_harm_the_engine(tmp_path, 
     async def test(there: AsyncEngine, here: AsyncEngine) -> None:
         await ask(there, request("t", *turns(3)))
         holder = await holder_of(there, LENGTH)
-        removed = await there._thread.call(lambda core: core.prefix.clear_files())
-        assert removed is not None and await asyncio.wrap_future(removed)
+        await clear_files(there)
         assert there._thread.worker is not None
         monkeypatch.setattr(there._thread.worker.prefix, "write_now", lambda digest: 1 / 0)
         assert await ask(here, replace(request("again", *turns(4)), holder=holder)) == 0

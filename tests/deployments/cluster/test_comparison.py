@@ -55,7 +55,7 @@ def test_equal_machines_have_only_green_lines():
         (own(packages={**FACTS.packages, "mlx": "0.32.3"}), "mlx", "0.32.3 here", "uv sync --frozen"),
         (own(packages={**FACTS.packages, "mlx-lm": "1"}), "mlx-lm", "1 here, 0.32.2 on the head", "uv sync"),
         (own(packages={**FACTS.packages, "mlx-vlm": "1"}), "mlx-vlm", "1 here, 0.7.10 on the head", "uv sync"),
-        (own(sources="c" * 32, root="/here"), "Orchard", "ccc", "192.168.1.10:/work/orchard/ /here/ && uv sync"),
+        (own(sources="c" * 32, root="/here"), "Orchard", "ccc", "192.168.1.10:/work/orchard/engine /here/"),
         (own(lock_file="c" * 32, root="/here"), "lock file", "ccc", "scp 192.168.1.10:/work/orchard/uv.lock /here/"),
         (own(lock_file=""), "lock file", "none here, bbb", "scp"),
         (own(free_disk_bytes=GIB), "disk", "1.0 GiB free, 2.0 GiB needed", "free 1.0 GiB more"),

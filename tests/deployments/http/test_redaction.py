@@ -59,7 +59,12 @@ def test_the_public_cache_page_shows_figures_alone():
     page["engines"][0]["recent_misses"] = [{**asdict(found), "explanation": "'blue secret'"}]
     shown = public_view(page)
     assert shown["totals"] == page["totals"]
-    assert shown["engines"][0] == {"off": None, "totals": page["engines"][0]["totals"], "disk": {"num_files": 2}}
+    assert shown["engines"][0] == {
+        "off": None,
+        "totals": page["engines"][0]["totals"],
+        "disk": {"num_files": 2},
+        "fetch": None,
+    }
 
 
 def test_administrative_status_shows_the_config_without_key_hashes():
