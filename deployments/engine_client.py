@@ -307,11 +307,11 @@ class EngineClient:
             facts["num_asked"] = place.num_asked
             if (quote := place.quote) is not None:
                 facts |= {"predicted_s": quote.seconds, "cached": quote.cached_tokens}
-        best = None if place is None else place.node_id
+        best, last = None if place is None else place.node_id, {*attempt.tried, *self._placer.silent}
         began = self._clock()
         try:
             async with asyncio.timeout(max(attempt.wait_s, 0)):
-                attempt.engine = await self.nodes.choose(attempt.without, attempt.tried, best, attempt.waits)
+                attempt.engine = await self.nodes.choose(attempt.without, last, best, attempt.waits)
         except NoReplicaYet:
             raise TooLate("No engine is ready: the model is being loaded.", retry_after.NOT_READY_S) from None
         except TimeoutError:

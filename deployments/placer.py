@@ -126,6 +126,11 @@ class Placer:
         holder = prefix_holder(node_id, held | quotes, self._placement.addresses)
         return Place(node_id, quotes[node_id], len(quotes), holder)
 
+    @property
+    def silent(self) -> frozenset[str]:
+        """The nodes that did not answer their last question in time."""
+        return frozenset(self._silent)
+
     def _follow_nodes(self) -> bool:
         """Take over the nodes that have an engine now. Returns False if they are unknown."""
         replicas = running_replicas(self._engines)

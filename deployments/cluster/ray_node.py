@@ -24,7 +24,9 @@ STARTS = 6
 START_S = 150.0
 """Time for one start. On a busy machine it takes half a minute, and raylets give up before."""
 RAYLET_WAIT_S = 120
-STOP_S = 20.0
+STOP_S = 8.0
+"""Time for Ray's processes to end by themselves, which they do not with Serve's actors. A kill loses nothing: the store
+has each change before it is answered."""
 KILL_S = 5.0
 POLL_S = 0.2
 SHOWN_CHARS = 1500

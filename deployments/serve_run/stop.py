@@ -120,11 +120,13 @@ def drain_this_node(name: str, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s + CLOSE_MARGIN_S
     own = ray.get_runtime_context().get_node_id()
     with _telling_of(name):
+        ingresses = serve.get_app_handle(name)
         if len([node for node in ray.nodes() if node["Alive"]]) > 1:
             with _telling_of(name):
-                serve.get_app_handle(name).drain_node.remote(own).result(timeout_s=timeout_s)
-        response = serve.get_app_handle(name).broadcast("drain_on", own)
+                ingresses.drain_node.remote(own).result(timeout_s=timeout_s)
+        response = ingresses.broadcast("drain_on", own)
         response.results(timeout_s=max(1.0, deadline - time.monotonic()), return_exceptions=True)
+        ingresses.shutdown()  # else its thread connects to Ray again, and complains, once this process has left it
     time.sleep(FLUSH_S)
 
 

@@ -4,6 +4,7 @@ the peak."""
 import gc
 import logging
 import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ class Books:
         self._scheduled = 0
         gc.collect()  # other models of this process, and what is left of other tests
         mx.synchronize()  # and of their steps that are still being computed
+        for _ in range(50):  # and of their threads, which end in the background
+            before = mx.get_active_memory()
+            time.sleep(0.1)
+            gc.collect()
+            if mx.get_active_memory() == before:
+                break
         self._others = max(0, mx.get_active_memory() - runner.costs.base_bytes)
         self._schedule = self.core.scheduler.schedule
         self.core.scheduler.schedule = self._watched  # type: ignore[method-assign]
