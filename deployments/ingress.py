@@ -325,11 +325,11 @@ class Ingress:
     async def cancel_here(self, request_id: str) -> bool:
         return self.in_flight.cancel(request_id)
 
-    async def enter_limits(self, replica_id: str, key: KeyIdentity, num_choices: int) -> Entry:
-        return self._limits.enter_for(replica_id, key, num_choices)
+    async def enter_limits(self, replica_id: str, id: str, key: KeyIdentity, num_choices: int) -> Entry:
+        return self._limits.enter_for(replica_id, id, key, num_choices)
 
-    async def leave_limits(self, replica_id: str, key: KeyIdentity, num_choices: int, num_tokens: int) -> None:
-        self._limits.leave_for(replica_id, key, num_choices, num_tokens)
+    async def leave_limits(self, replica_id: str, id: str, key: KeyIdentity, num_tokens: int) -> None:
+        self._limits.leave_for(replica_id, id, key, num_tokens)
 
     async def drain(self) -> None:
         """Refuse new requests and wait until the running ones end, at the latest after drain_timeout_s."""

@@ -180,9 +180,9 @@ class AsyncEngine:
     def quote(self, question: Question) -> Quote:
         """Predict the seconds of a request, if it were placed here now; waits for no step."""
         core, refusal = self._thread.worker, self._refusal(question)
-        if core is None or refusal is None:
-            return Quote(refusal=refusal) if core is None else core.quoter.quote(question)
-        return core.quoter.refuse(question, refusal)
+        if core is None:
+            return Quote(refusal=refusal)
+        return core.quoter.quote(question) if refusal is None else core.quoter.refuse(question, refusal)
 
     def book(self, question: Question) -> Quote | None:
         """Count a request as queued until it arrives with the question's request id, for BOOKING_S at most.

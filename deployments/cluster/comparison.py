@@ -26,20 +26,20 @@ class Line:
     is_green: bool
     text: str
     remedy: str = ""
-    """What to do if it is not green."""
+    """The command or step that repairs it."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What was measured of the way to the head."""
+    """Measurements of the connection to the head."""
 
     clock_difference_s: float
     """Time of the head minus time of this machine."""
     bytes_per_s: float
     own_address: str
-    """Of this machine, for Ray."""
+    """Address of this machine, for Ray."""
     seen_address: str
-    """From which the head sees this machine."""
+    """Address from which the head sees this machine."""
     head: str
     """Address of the head."""
 

@@ -27,14 +27,14 @@ class Checkpoint:
     """As the configuration names it."""
     revision: str | None
     fingerprint: str
-    """Of sampled blocks of the weights, the configuration and the tokenizer; '' if it is not on this machine."""
+    """Hash of sampled blocks of the weights, the configuration and the tokenizer; '' if the model is not here."""
     num_bytes: int
-    """Of the weights; 0 if they are not on this machine."""
+    """Size of the weights; 0 if they are not here."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is compared. Sizes are in bytes."""
+    """The properties of a machine that are compared. Sizes are in bytes."""
 
     python: str
     """Version with its patch number."""

@@ -37,7 +37,7 @@ AUTH_TIMEOUT_S = 10.0
 BEFORE_AUTH = Limits(num_arguments=10, num_bytes=16384)
 AFTER_AUTH = Limits(num_arguments=2**17, num_bytes=64 * 2**20)
 MAX_STATE_BYTES = 512 * 2**20
-"""Of all keys, fields and values. Writes are refused beyond it."""
+"""Limit of all keys, fields and values together; writes beyond it are refused."""
 COMPACT_BYTES = 8 * 2**20
 SYNC_S = 1.0
 LOCK_WAIT_S = 15.0

@@ -22,19 +22,19 @@ class HeadRefused(Exception):
 
 @dataclass(frozen=True)
 class HeadAnswer:
-    """What the head says."""
+    """The answer of the head."""
 
     facts: Facts
     gcs: str
     """ADDRESS:PORT of Ray's GCS."""
     url: str
-    """Of the server, on each machine that listens on loopback or on all addresses."""
+    """URL of the server on each machine."""
     resources: dict[str, float]
-    """What a node offers to Ray."""
+    """Ray resources of a node."""
     seen_address: str
-    """From which the head sees this machine."""
+    """Address from which the head sees this machine."""
     own_address: str
-    """Of this machine, on the way to the head."""
+    """Address of this machine on its connection to the head."""
     clock_difference_s: float
     """Time of the head minus time of this machine, for half of the round trip each way."""
 

@@ -18,16 +18,16 @@ FILE = "member.json"
 
 @dataclass(frozen=True)
 class Membership:
-    """What `orchard leave` must know."""
+    """The facts that `orchard leave` needs."""
 
     pid: int
-    """Of `ray start --block`."""
+    """Process of `ray start --block`."""
     started_s: float
     """When that process was started, as the system counts it: with the pid it names one process."""
     head: str
     """HOST[:PORT] as it was given to `orchard join`."""
     url: str
-    """Of the server on this machine."""
+    """URL of the server on this machine."""
 
     @property
     def is_running(self) -> bool:

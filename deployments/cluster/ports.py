@@ -4,9 +4,9 @@ Besides these, Serve's replicas listen on ports that the system chooses.
 """
 
 JOIN = 6378
-"""Of the head: answers `orchard join`."""
+"""On the head: `orchard join` asks it."""
 GCS = 6379
-"""Of the head: Ray's GCS, which gives a cluster its address."""
+"""On the head: Ray's GCS, whose address is that of the cluster."""
 NODE = {
     "node-manager-port": 6380,
     "object-manager-port": 6381,

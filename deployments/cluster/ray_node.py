@@ -15,7 +15,7 @@ import psutil
 from deployments.cluster import ports
 
 STARTED = "Ray runtime started"
-"""What `ray start` prints at its end (ray 2.60.0, scripts/scripts.py)."""
+"""The last line of `ray start` (ray 2.60.0, scripts/scripts.py)."""
 
 RAYLET = "raylet"
 """Name of the process that every node has."""
@@ -44,13 +44,13 @@ class NodeOptions:
     """How Ray runs on this machine."""
 
     address: str
-    """Of this machine, as the others reach it."""
+    """Address of this machine by which the others reach it."""
     resources: Mapping[str, float]
     object_store_bytes: int
     head_address: str | None = None
     """ADDRESS:PORT of the head's GCS; None: this machine is the head."""
     dashboard: bool = False
-    """Of the head."""
+    """Whether the head has Ray's dashboard."""
     secret_options: tuple[str, ...] = field(default=(), repr=False)
 
     def command(self) -> list[str]:
@@ -81,6 +81,15 @@ def set_variables(environ: MutableMapping[str, str], token_file: Path) -> None:
     environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"
     environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RECONNECT_S))
     environ.setdefault("RAY_raylet_start_wait_time_s", str(RAYLET_WAIT_S))
+
+
+def contradiction_in(environ: Mapping[str, str]) -> str | None:
+    """Return why a variable contradicts those that a cluster sets itself; None if none does."""
+    for name in ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "RAY_REDIS_ADDRESS"):
+        if environ.get(name):
+            return f"{name} is set, which a cluster of Orchard's sets itself: unset it"
+    mode = environ.get("RAY_AUTH_MODE", "token")
+    return None if mode == "token" else f"RAY_AUTH_MODE is {mode!r}; the machines of a cluster need 'token': unset it"
 
 
 class RayNode:

@@ -31,7 +31,7 @@ class Limits:
 
     num_arguments: int
     num_bytes: int
-    """Of all arguments together."""
+    """Bytes of all arguments together."""
 
 
 def encode(reply: Reply) -> bytes:

@@ -12,7 +12,7 @@ from deployments.cluster.folder import ClusterFolder, FolderError
 from deployments.cluster.join_client import HeadAnswer, HeadClient, HeadRefused
 from deployments.cluster.membership import Membership, read_membership, write_membership
 from deployments.cluster.own_address import NoAddress, own_address
-from deployments.cluster.ray_node import NodeOptions, RayFailed, RayNode, set_variables
+from deployments.cluster.ray_node import NodeOptions, RayFailed, RayNode, contradiction_in, set_variables
 from deployments.commands.connection import KEY_VARIABLE, Connection, Refused, Unreachable
 from deployments.commands.nodes import show_nodes
 from deployments.commands.output import CommandError, say, show, show_json
@@ -102,11 +102,8 @@ def _show(lines: list[Line], as_json: bool) -> None:
 def _start(folder: ClusterFolder, token: str, answer: HeadAnswer, address: str, options: argparse.Namespace) -> None:
     """Start Ray, whose processes outlive this one. Raises CommandError."""
     environ = dict(os.environ)
-    for name in ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "RAY_REDIS_ADDRESS"):
-        if environ.get(name):
-            raise CommandError(f"{name} is set, which a cluster of Orchard's makes itself: unset it")
-    if (mode := environ.get("RAY_AUTH_MODE", "token")) != "token":
-        raise CommandError(f"RAY_AUTH_MODE is {mode!r}; the machines of a cluster need 'token': unset it")
+    if (reason := contradiction_in(environ)) is not None:
+        raise CommandError(reason)
     try:
         folder.make()
         folder.write_token(token)

@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
+import secrets
 import time
-from collections import Counter
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from deployments.http.api_keys import KeyIdentity
 from deployments.http.errors import ErrorDialect
@@ -25,6 +26,12 @@ SILENT_S = 5.0
 
 LOST_S = 30.0
 """Time without a message after which the choices of an ingress that no longer runs have ended."""
+
+END_TRIES, END_PAUSE_S, MAX_END_PAUSE_S = 20, 1.0, 30.0
+"""How often the end of a request is told to a home that does not answer, and the pauses, each twice the one before."""
+
+MAX_ENDED = 4096
+"""Requests that are remembered as ended, because their end has overtaken their beginning."""
 
 
 class Peers(Protocol):
@@ -64,6 +71,13 @@ class Use:
     num_tokens: int = 0
 
 
+class Request(NamedTuple):
+    """A request of another ingress that is counted here."""
+
+    key: KeyIdentity
+    num_choices: int
+
+
 @dataclass(frozen=True)
 class Entry:
     """The home's answer to a request that begins."""
@@ -77,8 +91,9 @@ class SharedLimits:
     """Counts the use of API keys with limits; other keys are not limited.
 
     Each key has a home, the ingress that rendezvous hashing gives it. The others ask it once per request, and tell it
-    the end; what is left per minute they keep as of its last answer. When nodes come or go, a key with a new home
-    begins there with a whole minute's allowance. While a home is silent, each ingress counts by itself.
+    the end until it confirms that; the rest of the minute's allowance they know from its last answer. When nodes come
+    or go, a key with a new home begins there with a whole minute's allowance. While a home is silent, each ingress
+    counts by itself.
 
     Args:
         peers: The ingresses; None: there is only this one.
@@ -96,8 +111,8 @@ class SharedLimits:
         self._clock = clock
         self._counts = RateLimits(clock, now)
         self._silent_until: dict[str, float] = {}  # by node
-        self._keys: dict[str, KeyIdentity] = {}  # of choices that other ingresses have in flight here
-        self._choices: dict[str, Counter[str]] = {}  # ingress -> key -> choices in flight
+        self._requests: dict[str, dict[str, Request]] = {}  # of other ingresses, counted here: ingress -> id
+        self._ended: deque[str] = deque(maxlen=MAX_ENDED)
         self._heard_s: dict[str, float] = {}  # ingress -> time of its last message
         self._ends = set[asyncio.Task[None]]()
 
@@ -121,10 +136,11 @@ class SharedLimits:
             RateLimited: A limit of the key is reached; the request is not counted.
             InvalidRequest: More choices than the key may have in flight.
         """
-        use, home = Use(), self._home(key)
+        use, home, id = Use(), self._home(key), secrets.token_hex(16)
         if home is not None:
-            entry = await self._ask(home, "enter_limits", key, num_choices)
-            if entry is None:
+            entry = await self._ask(home, "enter_limits", id, key, num_choices)
+            if entry is None:  # it may have been counted there nevertheless
+                self._tell_end(home, id, key, 0)
                 home = None
             else:
                 self._counts.set_levels(key, entry.levels)
@@ -138,35 +154,36 @@ class SharedLimits:
             if home is None:
                 self._counts.end(key, num_choices, use.num_tokens)
             else:
-                telling = asyncio.ensure_future(self._tell_end(home, key, num_choices, use.num_tokens))
-                self._ends.add(telling)
-                telling.add_done_callback(self._ends.discard)
+                self._tell_end(home, id, key, use.num_tokens)
 
-    def enter_for(self, replica_id: str, key: KeyIdentity, num_choices: int) -> Entry:
-        """Count a request of another ingress."""
+    def enter_for(self, replica_id: str, id: str, key: KeyIdentity, num_choices: int) -> Entry:
+        """Count a request of another ingress; id: unique."""
         self._end_lost()
         self._heard_s[replica_id] = self._clock()
         try:
             self._counts.begin(key, num_choices)
         except (RateLimited, InvalidRequest) as refusal:
             return Entry(self._counts.levels(key), refusal)
-        self._keys[key.name] = key
-        self._choices.setdefault(replica_id, Counter())[key.name] += num_choices
+        if id in self._ended:
+            self._counts.end(key, num_choices, 0)
+        else:
+            self._requests.setdefault(replica_id, {})[id] = Request(key, num_choices)
         return Entry(self._counts.levels(key))
 
-    def leave_for(self, replica_id: str, key: KeyIdentity, num_choices: int, num_tokens: int) -> None:
-        """End a request of another ingress. One that has been given up as lost only counts its tokens."""
+    def leave_for(self, replica_id: str, id: str, key: KeyIdentity, num_tokens: int) -> None:
+        """End a request of another ingress. The tokens of one that is not counted any more, or not yet, count."""
         self._heard_s[replica_id] = self._clock()
-        choices = self._choices.setdefault(replica_id, Counter())
-        num_choices = min(num_choices, choices[key.name])
-        choices[key.name] -= num_choices
-        self._counts.end(key, num_choices, num_tokens)
+        if id in self._ended:
+            return
+        self._ended.append(id)
+        found = self._requests.get(replica_id, {}).pop(id, None)
+        self._counts.end(key, 0 if found is None else found.num_choices, num_tokens)
 
     def _home(self, key: KeyIdentity) -> str | None:
         """Return the node of the key's home; None if this ingress counts."""
         if self._peers is None or not key.limits:
             return None
-        home = self._peers.home_of(int.from_bytes(blake2b(key.name.encode(), digest_size=8).digest()))
+        home = self._peers.home_of(_hash(key))
         is_here = home == self._peers.node_id or self._silent_until.get(home, 0.0) > self._clock()
         return None if is_here else home
 
@@ -180,14 +197,36 @@ class SharedLimits:
             self._silent_until[home] = self._clock() + SILENT_S
             return None
 
-    async def _tell_end(self, home: str, *args: Any) -> None:
-        await self._ask(home, "leave_limits", *args)
+    def _tell_end(self, home: str, id: str, key: KeyIdentity, num_tokens: int) -> None:
+        """Tell the home of a key the end of a request in the background, until it has confirmed that."""
+        telling = asyncio.ensure_future(self._until_told(home, id, key, num_tokens))
+        self._ends.add(telling)
+        telling.add_done_callback(self._ends.discard)
+
+    async def _until_told(self, home: str, id: str, key: KeyIdentity, num_tokens: int) -> None:
+        assert self._peers is not None
+        pause_s = END_PAUSE_S
+        for _ in range(END_TRIES):
+            try:
+                await self._peers.ask(home, ASK_TIMEOUT_S, "leave_limits", self._peers.replica_id, id, key, num_tokens)
+                return
+            except Exception as error:
+                if self._peers.home_of(_hash(key)) != home:
+                    return  # it runs no longer, or counts no longer
+                log.info("node %s has not confirmed the end of a request of an API key: %r", home, error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_END_PAUSE_S)
+        log.warning("node %s was not told the end of a request of the API key %r", home, key.name)
 
     def _end_lost(self) -> None:
         """End the choices of ingresses that no longer run."""
         for replica_id, heard_s in list(self._heard_s.items()):
             if self._clock() - heard_s < LOST_S or self._peers is None or self._peers.is_running(replica_id):
                 continue
-            for name, num_choices in self._choices.pop(replica_id, Counter()).items():
-                self._counts.end(self._keys[name], num_choices, 0)
+            for key, num_choices in self._requests.pop(replica_id, {}).values():
+                self._counts.end(key, num_choices, 0)
             del self._heard_s[replica_id]
+
+
+def _hash(key: KeyIdentity) -> int:
+    return int.from_bytes(blake2b(key.name.encode(), digest_size=8).digest())

@@ -52,11 +52,15 @@ class Placement:
 
     Args:
         homes: The last nodes of conversations.
+
+    Attributes:
+        addresses: Where nodes fetch the snapshots of each node; '' for one that shares none.
     """
 
     def __init__(self, homes: Homes | None = None):
         self._homes = homes or Homes()
         self._nodes: dict[str, NodeFacts] = {}
+        self.addresses: dict[str, str] = {}
         self._contexts: dict[bool, list[float]] = {False: [], True: []}  # by whether there are images; ascending
         self._rendezvous: dict[tuple[bool, int], Rendezvous] = {}  # by images, and index of the shortest context
 
@@ -65,16 +69,12 @@ class Placement:
         """The nodes that exist."""
         return self._nodes.keys()
 
-    @property
-    def addresses(self) -> dict[str, str]:
-        """Where nodes fetch the snapshots of each node; '' for one that shares none."""
-        return {node_id: node.snapshots for node_id, node in self._nodes.items()}
-
     def update(self, nodes: Iterable[NodeFacts]) -> None:
         """Replace the nodes that exist. Cheap if nothing has changed."""
         by_id = {node.node_id: node for node in nodes}
         if by_id != self._nodes:
             self._nodes = by_id
+            self.addresses = {node_id: node.snapshots for node_id, node in by_id.items()}
             self._contexts = {
                 has_images: sorted({_context(one) for one in by_id.values() if one.reads_images or not has_images})
                 for has_images in (False, True)

@@ -19,7 +19,14 @@ from deployments.cluster.facts import read_facts
 from deployments.cluster.folder import ClusterFolder, FolderError
 from deployments.cluster.join_server import JoinServer
 from deployments.cluster.own_address import NoAddress, own_address
-from deployments.cluster.ray_node import RECONNECT_S, NodeOptions, RayFailed, RayNode, set_variables
+from deployments.cluster.ray_node import (
+    RECONNECT_S,
+    NodeOptions,
+    RayFailed,
+    RayNode,
+    contradiction_in,
+    set_variables,
+)
 from deployments.cluster.store_process import StoreNotStarted, StoreProcess
 from deployments.serve_run.checks import CannotStart, address_note
 from deployments.serve_run.config_file import OrchardConfig
@@ -89,7 +96,8 @@ class Head:
             raise CannotStart(str(error)) from None
         self.address = f"{self._host}:{ports.GCS}"
         try:
-            refuse_variables(os.environ)
+            if (reason := contradiction_in(os.environ)) is not None:
+                raise CannotStart(f"{reason}.")
             self._refuse_other_address()
             self._refuse_other_serve_options()
             await_free(self._host, (ports.GCS, ports.NODE["node-manager-port"]))
@@ -234,15 +242,6 @@ def _models(args: AppArgs) -> list[tuple[str, str | None]]:
     if scorer.enabled:
         models.append((draft_of(scorer.draft_model), scorer.draft_revision))
     return models
-
-
-def refuse_variables(environ: Mapping[str, str]) -> None:
-    """Raise CannotStart if the environment contradicts what a cluster needs."""
-    for name in ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "RAY_REDIS_ADDRESS"):
-        if environ.get(name):
-            raise CannotStart(f"{name} is set, which a cluster of Orchard's makes itself: unset it.")
-    if (mode := environ.get("RAY_AUTH_MODE", "token")) != "token":
-        raise CannotStart(f"RAY_AUTH_MODE is {mode!r}; the machines of a cluster need 'token': unset it.")
 
 
 def await_free(host: str, numbers: tuple[int, ...]) -> None:

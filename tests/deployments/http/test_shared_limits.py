@@ -25,6 +25,7 @@ class Cluster:
     Attributes:
         silent: Nodes that do not answer.
         gone: Replicas that no longer run.
+        loses: A method whose next answer is lost.
         sent: (from, to, method) of each call.
     """
 
@@ -33,6 +34,7 @@ class Cluster:
         self.order = Rendezvous(dict.fromkeys(node_ids, 1.0))
         self.silent: set[str] = set()
         self.gone: set[str] = set()
+        self.loses = ""
         self.sent: list[tuple[str, str, str]] = []
         self.limits = {node_id: SharedLimits(Ingress(self, node_id), self.clock) for node_id in node_ids}
 
@@ -54,7 +56,11 @@ class Ingress:
         if node_id in self._cluster.silent:
             raise NoAnswer
         asked = getattr(self._cluster.limits[node_id], method.replace("limits", "for"))
-        return pickle.loads(pickle.dumps(asked(*pickle.loads(pickle.dumps(args)))))  # noqa: S301
+        answer = pickle.loads(pickle.dumps(asked(*pickle.loads(pickle.dumps(args)))))  # noqa: S301
+        if self._cluster.loses == method:
+            self._cluster.loses = ""
+            raise NoAnswer
+        return answer
 
 
 def key(name: str = "ann", **limits: int) -> KeyIdentity:
@@ -159,7 +165,7 @@ def test_single_ingress_counts_by_itself():
 def test_ingresses_count_by_themselves_while_the_home_is_silent_and_do_not_ask_it_each_time():
     async def go() -> None:
         cluster, ann = Cluster(*NODES), key(max_requests_per_minute=2)
-        home = cluster.limits["node-0"]._peers.home_of(hash_of(ann))  # type: ignore[union-attr]
+        home = cluster.limits["node-0"]._peers.home_of(shared_limits._hash(ann))  # type: ignore[union-attr]
         here, there = (node_id for node_id in NODES if node_id != home)
         cluster.silent.add(home)
         for node_id in (here, there):
@@ -167,23 +173,49 @@ def test_ingresses_count_by_themselves_while_the_home_is_silent_and_do_not_ask_i
                 await send(cluster.limits[node_id], ann)
             with pytest.raises(RateLimited):
                 await send(cluster.limits[node_id], ann)
-        assert len(cluster.sent) == 2
+        entered = [one for one in cluster.sent if one[2] == "enter_limits"]
+        assert [one[0] for one in entered] == [here, there]
         cluster.silent.clear()
         cluster.clock.advance(shared_limits.SILENT_S)
         await send(cluster.limits[here], ann)
-        assert len(cluster.sent) == 4
+        assert cluster.sent[-2:] == [(here, home, "enter_limits"), (here, home, "leave_limits")]
 
     run(go())
 
 
-def hash_of(key: KeyIdentity) -> int:
-    return int.from_bytes(shared_limits.blake2b(key.name.encode(), digest_size=8).digest())
+@pytest.mark.parametrize("loses", ["enter_limits", "leave_limits"])
+def test_a_lost_message_leaves_no_choice_in_flight_at_the_home(loses: str, monkeypatch: pytest.MonkeyPatch):
+    """Its answer is lost on the way back, or the message itself on the way there."""
+    monkeypatch.setattr(shared_limits, "END_PAUSE_S", 0.01)
+
+    async def go() -> None:
+        cluster, ann = Cluster(*NODES), key(max_rows=1, max_tokens_per_minute=600)
+        home = cluster.limits["node-0"]._peers.home_of(shared_limits._hash(ann))  # type: ignore[union-attr]
+        here, other = (node_id for node_id in NODES if node_id != home)
+        cluster.loses = loses
+        await send(cluster.limits[here], ann, num_tokens=200)
+        await asyncio.sleep(0.1)
+        assert cluster.loses == "", "one message was lost"
+        await send(cluster.limits[other], ann)
+        assert cluster.limits[home]._counts.levels(ann)["tokens"] == (600 if loses == "enter_limits" else 400)
+
+    run(go())
+
+
+def test_an_end_that_overtakes_the_beginning_leaves_no_choice_in_flight():
+    cluster, ann = Cluster(*NODES), key(max_rows=1)
+    home = cluster.limits["node-0"]
+    home.leave_for("other", "id", ann, 0)
+    for _ in range(2):
+        assert home.enter_for("other", "id", ann, 1).refusal is None
+    assert home.enter_for("other", "next", ann, 1).refusal is None
+    assert home.enter_for("other", "third", ann, 1).refusal is not None
 
 
 def test_choices_of_an_ingress_that_was_lost_end():
     async def go() -> None:
         cluster, ann = Cluster(*NODES), key(max_rows=1)
-        home = cluster.limits["node-0"]._peers.home_of(hash_of(ann))  # type: ignore[union-attr]
+        home = cluster.limits["node-0"]._peers.home_of(shared_limits._hash(ann))  # type: ignore[union-attr]
         lost, other = (node_id for node_id in NODES if node_id != home)
         entered = cluster.limits[lost].enter(ann, 1)
         await entered.__aenter__()
@@ -204,7 +236,7 @@ def test_choices_of_an_ingress_that_was_lost_end():
 def test_ingress_that_is_idle_for_long_keeps_its_choices_while_it_runs():
     async def go() -> None:
         cluster, ann = Cluster(*NODES), key(max_rows=1)
-        home = cluster.limits["node-0"]._peers.home_of(hash_of(ann))  # type: ignore[union-attr]
+        home = cluster.limits["node-0"]._peers.home_of(shared_limits._hash(ann))  # type: ignore[union-attr]
         first, other = (node_id for node_id in NODES if node_id != home)
         async with cluster.limits[first].enter(ann, 1):
             cluster.clock.advance(10 * shared_limits.LOST_S)
