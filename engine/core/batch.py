@@ -149,8 +149,6 @@ class ModelRunner(Protocol):
     """Why this model returns no hidden states, None if it does."""
     no_bursts: str | None
     """Why `prefill_burst` cannot be called, None if it can."""
-    device_bytes: int
-    """Memory of the device."""
     fingerprint: str
     """Hex digest of everything that a snapshot depends on: weights, dtype, layout."""
     costs: MemoryCosts
@@ -275,9 +273,7 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def snapshot_row(
-        self, row_id: str, parent: KVSegment | None = None, cuts: Sequence[int] = (), lend: bool = False
-    ) -> RowSnapshot | None:
+    def snapshot_row(self, row_id: str, parent: KVSegment | None = None, lend: bool = False) -> RowSnapshot | None:
         """Take a snapshot of a decoding row, without effect on it or others. Call it before `drop`.
 
         The state of a row that has finished, without a call of `decode` since, includes its last token, also a stop
@@ -287,16 +283,11 @@ class ModelRunner(Protocol):
         Args:
             row_id: The row.
             parent: The KV segment of a snapshot of the row's first tokens; None without one.
-            cuts: Rising token counts between the end of `parent` and the row's end, at which the tokens after `parent`
-                are split into KV segments, each the parent of the next.
-            lend: Leave the keys and values after `parent`, which must have no cuts, in the row's cache until `drop`,
-                which must follow before the next `decode`.
+            lend: Leave the keys and values after `parent` in the row's cache until `drop`, which must follow before the
+                next `decode`.
 
         Returns:
             None if the row is not decoding, had a sparse plan, or its state is not finite.
-
-        Raises:
-            ValueError: `cuts` do not rise from the end of `parent` to that of the row.
         """
         ...
 

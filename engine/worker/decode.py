@@ -198,9 +198,7 @@ class DecodeGroup:
         """Wait for the launched step and return its outputs by row id; `finish_step` returns them again."""
         return {} if self._launched is None else self._launched.read()
 
-    def snapshot(
-        self, index: int, parent: KVSegment | None, cuts: Sequence[int], lend: bool = False
-    ) -> RowSnapshot | None:
+    def snapshot(self, index: int, parent: KVSegment | None, lend: bool = False) -> RowSnapshot | None:
         """Take a snapshot of one row, with the step in flight; see ModelRunner.snapshot_row. Waits for the device.
 
         The step is not read as `finish_step` does: the matchers of removed rows must not consume its tokens.
@@ -218,7 +216,7 @@ class DecodeGroup:
             cache += head_cache
         if not is_finite(cache):
             return None
-        snapshot = take(cache, hidden, num_cached, parent, cuts, num_lent)
+        snapshot = take(cache, hidden, num_cached, parent, num_lent)
         return RowSnapshot(np.array(taken_in, np.int32), snapshot)
 
     def snapshot_prompt(

@@ -72,12 +72,10 @@ class DecodeBatch:
                 outputs |= {row_id: given[row_id] for row_id in wanted if row_id in given}
         return outputs
 
-    def snapshot(
-        self, row_id: str, parent: KVSegment | None, cuts: Sequence[int], lend: bool = False
-    ) -> RowSnapshot | None:
+    def snapshot(self, row_id: str, parent: KVSegment | None, lend: bool = False) -> RowSnapshot | None:
         """Take a snapshot of a row, see ModelRunner.snapshot_row."""
         place = self._place_of(row_id)
-        return None if place is None else place[0].snapshot(place[1], parent, cuts, lend)
+        return None if place is None else place[0].snapshot(place[1], parent, lend)
 
     def snapshot_prompt(
         self, row_id: str, num_tokens: int, parent: KVSegment | None, lend: bool = False

@@ -123,7 +123,6 @@ class MLXRunner:
         self.no_sparse = paths.sparse_prefill
         self.no_pooling = self._language_model.states_unsupported_reason()
         self.no_bursts = paths.bursts
-        self.device_bytes = memory.device_bytes()
         self.memory_limit_bytes = memory.default_limit_bytes()
         self.fingerprint = model.fingerprint
         self.costs = MemoryCosts()
@@ -242,10 +241,8 @@ class MLXRunner:
     def pending(self, row_ids: Sequence[str]) -> dict[str, RowOutput]:
         return self._batch.pending(row_ids)
 
-    def snapshot_row(
-        self, row_id: str, parent: Any = None, cuts: Sequence[int] = (), lend: bool = False
-    ) -> RowSnapshot | None:
-        return self._batch.snapshot(row_id, parent, cuts, lend)
+    def snapshot_row(self, row_id: str, parent: Any = None, lend: bool = False) -> RowSnapshot | None:
+        return self._batch.snapshot(row_id, parent, lend)
 
     def export_snapshot(self, snapshot: Any) -> dict[str, np.ndarray]:
         return export(snapshot)

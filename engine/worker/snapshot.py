@@ -13,7 +13,6 @@ any time.
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -150,7 +149,6 @@ def take(
     hidden: mx.array | None,
     num_tokens: int,
     parent: KVSegment | None,
-    cuts: Sequence[int] = (),
     num_lent: int = 0,
 ) -> StateSnapshot:
     """Copy one row's caches (the target's layers, then the head's), evaluated.
@@ -160,20 +158,13 @@ def take(
         hidden: See StateSnapshot.
         num_tokens: Tokens that the row's state includes.
         parent: The KV segment of the row's first tokens; None without one.
-        cuts: Rising token counts between the end of `parent` and `num_tokens`, at which segments are split.
         num_lent: Leave the keys and values of this many of the first attention layers in the row's cache.
-
-    Raises:
-        ValueError: `cuts` do not rise from the end of `parent` to `num_tokens`.
     """
     attention = [layer for layer in cache if isinstance(layer, KVCache)]
-    if num_lent:
-        segment = KVSegment.lent(parent, tuple(layer.offset for layer in attention))
-        for i, layer in enumerate(attention[num_lent:], num_lent):
-            segment.layers[i] = _between(layer.keys, layer.values, segment.starts[i], segment.ends[i])
-        mx.eval(list(filter(None, segment.layers)))
-    else:
-        segment = _segments(attention, num_tokens, parent, cuts)
+    segment = KVSegment.lent(parent, tuple(layer.offset for layer in attention))
+    for i, layer in enumerate(attention[num_lent:], num_lent):
+        segment.layers[i] = _between(layer.keys, layer.values, segment.starts[i], segment.ends[i])
+    mx.eval(list(filter(None, segment.layers)))
     states: Any = tuple(_state(layer) for layer in cache if not isinstance(layer, KVCache))
     hidden = _own(hidden) if hidden is not None else None
     mx.eval(states, [] if hidden is None else hidden)
@@ -186,25 +177,6 @@ def _state(layer: Any) -> tuple[mx.array, ...]:
     if isinstance(layer, RotatingKVCache):
         return tuple(_own(mx.contiguous(array)) for array in last_tokens(layer))
     return tuple(map(_own, layer.cache))
-
-
-def _segments(
-    attention: Sequence[KVCache], num_tokens: int, parent: KVSegment | None, cuts: Sequence[int]
-) -> KVSegment:
-    """Return the last of the KV segments after `parent`, evaluated; see `take`."""
-    lags = [num_tokens - layer.offset for layer in attention]  # the head has read one pair less than there are tokens
-    start = parent.ends[0] + lags[0] if parent is not None and attention else 0
-    if cuts and any(end <= begin for begin, end in pairwise((start, *cuts, num_tokens))):
-        raise ValueError(f"cuts: expected ascending numbers between {start} and {num_tokens}, found {list(cuts)}")
-    segment = parent
-    for num_end in (*cuts, num_tokens):
-        ends = tuple(num_end - lag for lag in lags)
-        segment = KVSegment.lent(segment, ends)
-        for i, layer in enumerate(attention):
-            segment.layers[i] = _between(layer.keys, layer.values, segment.starts[i], ends[i])
-        mx.eval(segment.layers)
-    assert segment is not None
-    return segment
 
 
 class LentSegments:

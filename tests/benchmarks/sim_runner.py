@@ -239,7 +239,7 @@ class ClockRunner:
         self.machine = machine
         self.clock = clock
         self.costs = machine.costs
-        self.device_bytes = self.memory_limit_bytes = machine.memory_bytes
+        self.memory_limit_bytes = machine.memory_bytes
         self.fingerprint = machine.name
         self.drafts: Sequence[Drafts] = tuple(Drafts(k) for k in range(1, len(machine.acceptance) + 1))
         self.no_drafts: Mapping[Proposer, str] = {"prompt_lookup": "not simulated"}
@@ -364,9 +364,7 @@ class ClockRunner:
         """No step is under way between two calls."""
         return {}
 
-    def snapshot_row(
-        self, row_id: str, parent: Any = None, cuts: Sequence[int] = (), lend: bool = False
-    ) -> RowSnapshot | None:
+    def snapshot_row(self, row_id: str, parent: Any = None, lend: bool = False) -> RowSnapshot | None:
         if (row := self._rows.get(row_id)) is None:
             return None
         said = np.array(row.output_token_ids, np.int32)

@@ -58,10 +58,10 @@ def test_answers_are_not_cached_where_the_configuration_turns_it_off():
 def test_answers_that_are_never_continued_are_cached_only_occasionally_until_one_is():
     answers = AnswerStatistics(enabled=True)
     for _ in range(MAX_UNUSED):
-        assert answers.are_kept
+        assert answers.offer()
         answers.stored()
-    assert [answers.are_kept for _ in range(2 * PROBE_EVERY)].count(True) == 2
+    assert [answers.offer() for _ in range(2 * PROBE_EVERY)].count(True) == 2
     answers.used("turn")
-    assert [answers.are_kept for _ in range(PROBE_EVERY)].count(True) == 1
+    assert [answers.offer() for _ in range(PROBE_EVERY)].count(True) == 1
     answers.used("answer")
-    assert answers.are_kept
+    assert answers.offer()

@@ -52,7 +52,6 @@ class NoSnapshots:
     no_sparse: str | None = None
     no_pooling: str | None = None
     no_bursts: str | None = "there is no model"
-    device_bytes: int = 2**30
     fingerprint: str = "none"
     costs: MemoryCosts = MemoryCosts()
     step_times: Sequence[StepTime] = ()
@@ -144,7 +143,7 @@ class FakeRunner:
         self.no_sparse: str | None = None
         self.no_pooling: str | None = None
         self.no_bursts: str | None = "prompts are computed one by one unless a test says otherwise"
-        self.device_bytes, self.fingerprint = 2**30, "fake"
+        self.fingerprint = "fake"
         self.costs, self.memory_limit_bytes = MemoryCosts(), 2**30
         self.step_times: Sequence[StepTime] = ()
         self.chunk_times: Sequence[ChunkTime] = ()
@@ -235,21 +234,14 @@ class FakeRunner:
         self._called("pending", *row_ids)
         return {row_id: self._in_flight[row_id] for row_id in row_ids if row_id in self._in_flight}
 
-    def snapshot_row(
-        self, row_id: str, parent: Any = None, cuts: Sequence[int] = (), lend: bool = False
-    ) -> RowSnapshot | None:
-        self._called("snapshot_row", row_id, *cuts)
+    def snapshot_row(self, row_id: str, parent: Any = None, lend: bool = False) -> RowSnapshot | None:
+        self._called("snapshot_row", row_id)
         row = self.rows.get(row_id)
         if row is None or row.spec.sparse is not None:
             return None
         taken_in = self._taken_in(row)
         token_ids = np.concatenate([row.spec.token_ids, taken_in]).astype(np.int32)
-        segment = parent
-        for end in (*cuts, len(token_ids)):
-            if cuts and end <= (segment.num_tokens if segment else 0):
-                raise ValueError(f"cuts {cuts} do not rise to {len(token_ids)}")
-            segment = _behind(segment, token_ids[:end], lend)
-        return RowSnapshot(taken_in, segment)
+        return RowSnapshot(taken_in, _behind(parent, token_ids, lend))
 
     def _taken_in(self, row: Request) -> np.ndarray:
         """All that has been sampled but for the last one, and nothing behind the end of the row."""

@@ -9,9 +9,9 @@ a row needs the memory.
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
 
 from engine.config import EngineConfig, MemoryConfig
+from engine.core.batch import ModelRunner
 from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.evictable import Evictable
 from engine.core.memory.grouping import DecodeGroupPlan, Grouping, GroupMerge
@@ -27,13 +27,6 @@ HEADROOM_SHARE, MAX_HEADROOM = 0.125, 8 * 2**30
 
 MIN_ROW_TOKENS = 16
 """The engine refuses to start if its memory does not hold one row of this many tokens."""
-
-
-class Runner(Protocol):
-    """The attributes of core.batch.ModelRunner that the budget depends on."""
-
-    costs: MemoryCosts
-    memory_limit_bytes: int
 
 
 @dataclass(frozen=True)
@@ -327,7 +320,7 @@ def limit_and_headroom(limits: MemoryConfig, default_limit_bytes: int) -> tuple[
     return limit, int(headroom)
 
 
-def make_memory_budget(config: EngineConfig, runner: Runner, evictable: Evictable) -> MemoryBudget:
+def make_memory_budget(config: EngineConfig, runner: ModelRunner, evictable: Evictable) -> MemoryBudget:
     """Create the budget from the configured limits and the runner's costs.
 
     Raises:

@@ -17,9 +17,8 @@ class AnswerStatistics:
         self._num_offered = 0
         self._num_unused = 0
 
-    @property
-    def are_kept(self) -> bool:
-        """Whether to store the next answer: every one while some are reused, else every PROBE_EVERY-th."""
+    def offer(self) -> bool:
+        """Return whether to store the next answer: every one while some are reused, else every PROBE_EVERY-th."""
         self._num_offered += 1
         return self._enabled and (self._num_unused < MAX_UNUSED or self._num_offered % PROBE_EVERY == 0)
 

@@ -84,7 +84,7 @@ class SnapshotTaker:
     def keep_answer(self, row: Request) -> CacheEntry | None:
         """Store the state after a complete answer, whose row the runner still has; return None if it is not stored."""
         is_long = len(row.output_token_ids) >= self._min_tokens
-        if not is_long or not self._eligibility.may_keep(row) or not self._answers.are_kept:
+        if not is_long or not self._eligibility.may_keep(row) or not self._answers.offer():
             return None
         entry = self._keep_or_log(row, is_awaited=False)
         if entry is not None:

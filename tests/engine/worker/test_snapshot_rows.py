@@ -342,47 +342,23 @@ def test_a_snapshot_serves_any_number_of_rows_and_is_never_changed(tiny):
     assert all(np.array_equal(one, other) for one, other in zip(before, contents(state(kept)), strict=True))
 
 
-@pytest.mark.parametrize("cuts", [(), (1,), (10, 17, 41), (40, 41, 42, 43)])
+@pytest.mark.parametrize("start", [1, 10, 40])
 @pytest.mark.parametrize("name", ["alternating", "no head", "text"])
-def test_a_kv_segment_is_cut_at_the_requested_places(runner_of, name, cuts):
+def test_a_snapshot_continues_the_segment_of_one_of_its_first_tokens(runner_of, name, start):
     runner = runner_of(name)
     request = spec("row", 40, max_tokens=8)
     batch = Batch(runner, keeps=False)
     row = batch.join(request)
     for _ in range(6):
         batch.decode()
-    whole, parts = runner.snapshot_row(row.id), runner.snapshot_row(row.id, cuts=cuts)
-    assert whole is not None and parts is not None
-    chain = parts.snapshot.segment.chain()
-    assert len(chain) == len(cuts) + 1
-    for segment, end in zip(chain, cuts, strict=False):
-        assert segment.ends == state_of(runner, next_turn(request, whole), end).segment.ends
-        assert [keys.shape[2] for keys, _ in segment.layers] == [
-            last - first
-            for last, first in zip(
-                segment.ends, segment.parent.ends if segment.parent else (0,) * len(segment.ends), strict=True
-            )
-        ]
-    for one, other in zip(contents(state(whole)), contents(state(parts)), strict=True):
+    parent = state_of(runner, request, start).segment
+    whole, continued = runner.snapshot_row(row.id), runner.snapshot_row(row.id, parent)
+    assert whole is not None and continued is not None
+    assert continued.snapshot.segment.chain()[0] is parent
+    for one, other in zip(contents(state(whole)), contents(state(continued)), strict=True):
         assert np.array_equal(one, other)
-    behind = runner.snapshot_row(row.id, chain[0], cuts[1:])
-    assert behind is not None and behind.snapshot.segment.chain()[0] is chain[0]
     batch.decode_all()
-    check(runner, request, parts)
-    if cuts:
-        check(runner, request, behind)
-
-
-@pytest.mark.parametrize(("start", "cuts"), [(0, (0,)), (0, (9, 9)), (0, (12, 9)), (0, (46,)), (0, (90,)), (10, (10,))])
-def test_cuts_that_do_not_rise_to_the_end_are_refused(tiny, start, cuts):
-    batch = Batch(tiny)
-    row = batch.join(spec("row", 40))
-    for _ in range(5):
-        batch.decode()
-    parent = state_of(tiny, row.spec, start).segment if start else None
-    with pytest.raises(ValueError, match=f"ascending numbers between {start} and 46, found"):
-        tiny.snapshot_row(row.id, parent, cuts)
-    batch.decode_all()
+    check(runner, request, continued)
 
 
 @pytest.mark.parametrize("where", ["keys", "values", "state"])

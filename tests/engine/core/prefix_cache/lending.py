@@ -55,8 +55,8 @@ class HoldingRunner(FakeRunner):
             self.holder[snapshot] = rows[0].id
         return snapshot
 
-    def snapshot_row(self, row_id: str, parent: Any = None, cuts: Sequence[int] = (), lend: bool = False) -> Any:
-        taken = super().snapshot_row(row_id, parent, cuts, lend)
+    def snapshot_row(self, row_id: str, parent: Any = None, lend: bool = False) -> Any:
+        taken = super().snapshot_row(row_id, parent, lend)
         if taken is not None and lend:
             self.holder[taken.snapshot] = row_id
         return taken
