@@ -91,9 +91,13 @@ def _shortest(order: prefill.PrefillOrder, prefills: Sequence[prefill.Prefill], 
     return min(prefills, key=order.remaining_s)
 
 
-def _backfill_without_age(part: admission.Admission, head: Any) -> Any:
-    """Let any request that fits pass, for as long as the head does not fit."""
+def _backfill_until_aged(part: admission.Admission, head: Any) -> Any:
+    """Let any request that fits pass, until the head has not fitted for ageing_s."""
     if len(head.rows) > part._num_free_rows:
+        return None
+    now = part._clock()
+    head.blocked_s = now if head.blocked_s is None else head.blocked_s
+    if now - head.blocked_s >= part._config.scheduler.ageing_s:
         return None
     for entry in part._queue.order()[: 1 + admission.MAX_PASSING]:
         if entry is not head and part.reserve(entry):
@@ -131,7 +135,7 @@ def _by_leaf(order: eviction.EvictionOrder, entry: Any) -> float:
 NO_MERGES = _set(admission.Admission, "merge_of_groups", lambda self: None)
 NO_GROWTH = _set(admission.Admission, "_growth_tokens", lambda self, prompt_s, num_prompt_tokens: 0)
 NO_GROUP_EVICTION = _set(admission.Admission, "_evict_for_group", lambda self, entry: None)
-NO_AGE = _set(admission.Admission, "choose_backfill", _backfill_without_age)
+NO_EASY = _set(admission.Admission, "choose_backfill", _backfill_until_aged)
 SHORTEST = _set(prefill.PrefillOrder, "choose", _shortest)
 FIRST_COME = _set(prefill.PrefillOrder, "choose", _first_come)
 NO_PATIENCE = _set(admission.Admission, "_may_evict", lambda self, entry, num_bytes: True)
@@ -142,8 +146,8 @@ ARMS: dict[str, tuple[str, Callable[[], None]]] = {
     "no merges": ("decode groups are never merged", NO_MERGES),
     "no growth": ("admission does not foresee the growth of decoding rows", NO_GROWTH),
     "no eviction for a group": ("no snapshot is evicted so that rows share a decode group", NO_GROUP_EVICTION),
-    "no aged head": ("requests that fit pass one that does not, however long it waits", NO_AGE),
-    "silent": ("the four above together", _together(NO_MERGES, NO_GROWTH, NO_GROUP_EVICTION, NO_AGE)),
+    "no EASY": ("behind a head that has not fitted for ageing_s nothing is admitted", NO_EASY),
+    "silent": ("the four above together", _together(NO_MERGES, NO_GROWTH, NO_GROUP_EVICTION, NO_EASY)),
     "shortest first": ("the oldest prompt has no share of its own", SHORTEST),
     "first come": ("prompts in progress advance in the order of their arrival", FIRST_COME),
     "no short admission": (
