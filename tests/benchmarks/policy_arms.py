@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core import admission, prefill, prefill_scheduler
-from engine.core.prefix_cache import eligibility, eviction, reuse_forecast, snapshot_memory, snapshot_taker
+from engine.core.prefix_cache import eligibility, eviction, lineages, reuse_forecast, snapshot_memory, snapshot_taker
 from tests.benchmarks.agents_sim import LOADS, Load, Together, figures
 from tests.benchmarks.measure import heading, table
 from tests.benchmarks.sim_runner import MACHINES
@@ -105,8 +105,13 @@ def _backfill_until_aged(part: admission.Admission, head: Any) -> Any:
     return None
 
 
-def _rule(weight_of: Callable[[eviction.EvictionOrder, Any], float]) -> Callable[[], None]:
-    """Return a rule without learning: seconds * weight / max(IDLE_S, idle) per byte; all new snapshots are stored."""
+def _rule(weight_of: Callable[[eviction.EvictionOrder, Any], float], margin: float = 0.0) -> Callable[[], None]:
+    """Return a rule without learning: seconds * weight / max(IDLE_S, idle) per byte.
+
+    Args:
+        weight_of: Returns the weight of an entry.
+        margin: A new snapshot must be worth this many times those evicted for it; 0: all are stored.
+    """
 
     def victim(order: eviction.EvictionOrder, entry: Any) -> eviction.Victim:
         node = entry.node
@@ -118,7 +123,8 @@ def _rule(weight_of: Callable[[eviction.EvictionOrder, Any], float]) -> Callable
 
     def change() -> None:
         eviction.EvictionOrder._victim = victim
-        snapshot_memory.MARGIN = 0
+        snapshot_memory.MARGIN = margin
+        lineages.Lineages.rate_of_new = lambda self, lineage, kind, now: 1 / IDLE_S
 
     return change
 
@@ -165,6 +171,8 @@ ARMS: dict[str, tuple[str, Callable[[], None]]] = {
     "one line": ("seconds / bytes / idle time, every new one stored", _rule(lambda order, entry: 1.0)),
     "by stage": ("the same, times 0.1 unless it is the last of its conversation or shared", _rule(_by_stage)),
     "by leaf": ("the same, read off the tree", _rule(_by_leaf)),
+    "by leaf, 1.0": ("the same; a new one must be worth as much as those evicted for it", _rule(_by_leaf, 1.0)),
+    "by leaf, 1.5": ("the same, half as much again", _rule(_by_leaf, 1.5)),
     "prior": ("the forecast learns no odds", _set(reuse_forecast.Odds, "add", lambda *a: None)),
 }  # fmt: skip
 
