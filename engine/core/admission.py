@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from math import ceil
 
-from engine.core.batch import PLAIN
-from engine.core.memory.grouping import GroupMerge
 from engine.core.memory.victims import Preemption, Victim
 from engine.core.prefill_scheduler import PrefillScheduler
 from engine.core.request import Request
@@ -24,9 +22,6 @@ MAX_PASSING = 8
 
 PATIENCE = 10.0
 """Valuable snapshots are evicted for a request after it has waited this many times its prompt's seconds."""
-
-MERGE_PERIOD_S = 0.5
-"""Interval in seconds at which merges of decode groups are considered."""
 
 MIN_WEIGH_S, WEIGH_GROWTH = 0.02, 1.1
 """Eviction for a request is considered again after it has waited MIN_WEIGH_S, then each time its wait has grown by the
@@ -63,7 +58,6 @@ class Admission:
         self._running = running
         self._prefills = prefills
         self._preemption = preemption
-        self._merge_again_s = float("-inf")
 
     @property
     def is_idle(self) -> bool:
@@ -161,37 +155,6 @@ class Admission:
             if self.reserve(entry):
                 return entry
         return None
-
-    def merge_of_groups(self) -> GroupMerge | None:
-        """Choose two decode groups to merge if that saves more time than it costs, and update the grouping.
-
-        Nothing is merged while requests are queued, which may need the memory, or prompts are in progress, which may
-        hold promised loans. Merges are considered every MERGE_PERIOD_S, because pricing snapshots takes milliseconds.
-        """
-        now, budget = self._clock(), self._budget
-        if self._queue or self._prefills.in_progress or len(budget.grouping.groups) < 2 or now < self._merge_again_s:
-            return None
-        token_s, step_s = self._costs.token_s(1), self._costs.step_s(1, PLAIN)
-        if token_s is None or step_s is None:
-            return None
-        self._merge_again_s = now + MERGE_PERIOD_S
-        for merge in budget.grouping.mergeable():
-            gain_s = budget.grouping.gain_s(merge, token_s, step_s)
-            if gain_s > 0 and self._fits_merge(merge, gain_s):
-                budget.grouping.merge(merge)
-                return merge
-        return None
-
-    def _fits_merge(self, merge: GroupMerge, gain_s: float) -> bool:
-        """Free memory for a merge if it saves more time than the snapshots evicted for it are worth.
-
-        Free memory that the merge uses up counts as evicted, too: the next request would have used it.
-        """
-        extra, missing = self._budget.merge_bytes(merge), self._budget.merge_shortfall_bytes(merge)
-        evicted = max(missing, min(extra, self._evictable.evictable_bytes))
-        if evicted and self._evictable.price(evicted) >= gain_s:
-            return False
-        return not missing or (self._evictable.evict(missing) and not self._budget.merge_shortfall_bytes(merge))
 
     def _growth_tokens(self, prompt_s: float, num_prompt_tokens: int) -> int:
         """Predict the tokens that each decoding row generates until this prompt and those in progress are computed.

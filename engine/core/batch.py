@@ -192,16 +192,6 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def merge_groups(self, source: int, target: int) -> None:
-        """Move the rows of decode group `source` to `target`, layer by layer; `decode` must follow before any `drop`.
-
-        Either group may have no rows in the decode batch yet.
-
-        Raises:
-            Exception: Whatever the device raises; the rows of both groups are in an unknown state then.
-        """
-        ...
-
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         """Compute at most the next `max_tokens` tokens of the prompt that `rows` share.
 

@@ -13,7 +13,6 @@ from engine.core.batch import Drafts, ImageLeft, ModelRunner, PrefillOutput, Pro
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import make_memory_budget
 from engine.core.memory.evictable import EvictableMemory
-from engine.core.memory.grouping import GroupMerge
 from engine.core.prefix_cache.sessions import PrefixCacheSessions
 from engine.core.progress import Progress
 from engine.core.proposer_record import Mode
@@ -165,7 +164,7 @@ class EngineCore:
         self.budget.observe(self.runner.active_bytes)
         in_flight_s = 0.0
         if work.decode and self.scheduler.num_decoding:  # a failed drop ends all rows
-            self._decode(drafts, work.merge)
+            self._decode(drafts)
             in_flight_s = self.costs.step_s(self.scheduler.num_decoding, drafts) or 0.0
         while rows := self._next_prompt():
             self._prefill(rows, in_flight_s)
@@ -308,14 +307,12 @@ class EngineCore:
         self.prefix.returns.settle(failed)
         return failed
 
-    def _decode(self, drafts: Drafts, merge: GroupMerge | None) -> None:
-        num_rows, began_s = self.scheduler.num_decoding, None if merge else self._decoded_s
+    def _decode(self, drafts: Drafts) -> None:
+        num_rows, began_s = self.scheduler.num_decoding, self._decoded_s
         name = f"a decode step (rows: {num_rows}, drafts: {drafts.num_tokens})"
         predicted_s = self.costs.step_s(num_rows, drafts) or 0.0
         self.progress.begin(name, predicted_s, ("decode", num_rows, drafts), self.scheduler.decoding)
         try:
-            if merge is not None:
-                self.runner.merge_groups(*merge)
             outputs = self.runner.decode(drafts)
             chunks = self.scheduler.update_decode(outputs)
         except Exception as error:

@@ -198,18 +198,16 @@ class Scheduler:
         return released
 
     def schedule(self, drafts: Drafts = PLAIN) -> SchedulerOutput:
-        """Decide the first half of a step: expiry, reservations, admission and merges of decode groups.
+        """Decide the first half of a step: expiry, reservations and admission.
 
         Args:
             drafts: The drafts that each decoding row verifies in this step.
         """
         self._expire()
         self.prefills.begin_step(drafts)
-        merge = None
         if self._extend_rows():
             self._admit(may_preempt=True)
-            merge = self._admission.merge_of_groups()
-        return SchedulerOutput(self.take_released(), bool(self._running), merge)
+        return SchedulerOutput(self.take_released(), bool(self._running))
 
     def next_prompt(self) -> Sequence[Request]:
         """Return the rows of the next prompt to advance in this step; empty if the step has no time or prompt left."""

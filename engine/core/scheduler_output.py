@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.core.memory.grouping import GroupMerge
 from engine.core.request import Request
 from engine.protocol import TokenChunk
 
@@ -60,5 +59,3 @@ class SchedulerOutput:
 
     released: ReleasedRows
     decode: bool
-    merge: GroupMerge | None
-    """Two decode groups to merge before the decode step; None without any."""

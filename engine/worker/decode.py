@@ -114,26 +114,6 @@ class DecodeGroup:
         self.rows = [*self.rows, *rows]
         self._rows_changed()
 
-    def merge(self, other: "DecodeGroup") -> None:
-        """Take over the rows of another group, layer by layer; that group must not be used afterwards.
-
-        The steps in flight of both groups are read, and matchers have consumed their tokens, so a step must follow
-        before any row is removed. When it raises, the rows of both groups are lost.
-        """
-        launched = [one._launched for one in (self, other) if one._launched is not None]
-        self._launched = PendingStep.merged(launched) if launched else None
-        sampling = self._sampling.joined(other._sampling)
-        self._cache.join([other._cache.layers], move=True)
-        if self._drafter is not None and other._drafter is not None:
-            self._drafter.join([other._drafter.layers], [other._drafter.pending], move=True)
-        else:
-            self._drafter = None
-        self._sampling = sampling
-        self._lengths = mx.concatenate([self._lengths, other._lengths])
-        self._newest = mx.concatenate([self._newest, other._newest])
-        self.rows = [*self.rows, *other.rows]
-        self._rows_changed()
-
     def _drafter_joined(self, new: Sequence[JoiningRow]) -> None:
         caches = [one.head_cache for one in new if one.head_cache is not None]
         pending = [PendingHiddenStates.of(one.token_id, one.hidden) for one in new if one.hidden is not None]

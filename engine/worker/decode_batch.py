@@ -53,16 +53,6 @@ class DecodeBatch:
                 group.join(others)
             self._groups[number] = group
 
-    def merge(self, source: int, target: int) -> None:
-        """Move the rows of one group to another, see ModelRunner.merge_groups."""
-        group = self._groups.pop(source, None)
-        if group is None:
-            return
-        if target in self._groups:
-            self._groups[target].merge(group)
-        else:
-            self._groups[target] = group
-
     def pending(self, row_ids: Sequence[str]) -> dict[str, RowOutput]:
         """Return the outputs of the step in flight, see ModelRunner.pending."""
         outputs: dict[str, RowOutput] = {}

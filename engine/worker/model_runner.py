@@ -192,9 +192,6 @@ class MLXRunner:
     def decode(self, drafts: Drafts = PLAIN) -> dict[str, RowOutput]:
         return self._batch.step(drafts)
 
-    def merge_groups(self, source: int, target: int) -> None:
-        self._batch.merge(source, target)
-
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         try:
             with blas.all_cores():

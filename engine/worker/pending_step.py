@@ -1,6 +1,5 @@
 """A launched decode step, and its rows as far as the host has read their tokens."""
 
-from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,17 +51,6 @@ class PendingStep:
     """None if no row asks for them."""
     outputs: dict[str, RowOutput] | None = None
     """Set by the first `read`."""
-
-    @classmethod
-    def merged(cls, launched: Sequence["PendingStep"]) -> "PendingStep":
-        """Return one step with the outputs of all these steps. Waits for the device."""
-        outputs = [one.read() for one in launched]
-        rows, drafts = (
-            [row for one in launched for row in one.rows],
-            max((one.drafts for one in launched), key=lambda one: one.num_tokens),
-        )
-        nothing = mx.zeros((0, drafts.num_tokens + 1), mx.int32)
-        return cls(rows, drafts, (), nothing, None, None, None, dict(ChainMap(*outputs)))
 
     def token_ids(self) -> list[tuple[int, ...]]:
         """Return the kept tokens of each row. Waits for the device."""

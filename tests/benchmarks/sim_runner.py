@@ -281,12 +281,6 @@ class ClockRunner:
         self.clock.advance(seconds)
         return {row_id: self._output(row, num_draft_tokens) for row_id, row in self._rows.items()}
 
-    def merge_groups(self, source: int, target: int) -> None:
-        """All rows of the merged group are written anew."""
-        rows = [row for row in self._rows.values() if row.decode_group == target]
-        longest = max((row.num_tokens for row in rows), default=0)
-        self.clock.advance(self.machine.copy_seconds(len(rows) * self._size(longest)))
-
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         row = rows[0]
         prompt = self._prompts.get(row.id) or self._begin(row)

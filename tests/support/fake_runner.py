@@ -71,7 +71,6 @@ class NoSnapshots:
     def next_image(self, rows: Sequence[Request]) -> ImageLeft | None:
         """Images take no time."""
 
-    merge_groups: Any = None
     prefill_burst: Any = None
     encode: Any = None
     restore: Any = None
@@ -170,10 +169,6 @@ class FakeRunner:
             self._in_flight = self._launch(num_draft_tokens)
         outputs, self._in_flight = self._in_flight, self._launch(num_draft_tokens)
         return outputs
-
-    def merge_groups(self, source: int, target: int) -> None:
-        self._called("merge_groups", source, target)
-        assert all(row.decode_group != source for row in self.rows.values()), "the scheduler has moved them"
 
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
         self._called("prefill", rows[0].id, max_tokens)

@@ -14,7 +14,7 @@ from engine.config import EngineConfig, MemoryConfig
 from engine.core.batch import ModelRunner
 from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.evictable import Evictable
-from engine.core.memory.grouping import DecodeGroupPlan, Grouping, GroupMerge
+from engine.core.memory.grouping import DecodeGroupPlan, Grouping
 from engine.core.memory.needs import MemoryNeed, MemoryNeeds, PrefillReservation
 from engine.core.request import Request
 from engine.protocol import EngineFailed
@@ -203,20 +203,6 @@ class MemoryBudget:
                 return missing
         group.slots[row.id] = slots
         return 0
-
-    def merge_shortfall_bytes(self, merge: GroupMerge) -> int:
-        """Return how many bytes to free for a merge of two decode groups; 0 if none."""
-        return max(0, self._merged_bytes(merge) - self._limit(is_only_request=False))
-
-    def merge_bytes(self, merge: GroupMerge) -> int:
-        """Return how many bytes more are reserved after a merge of two decode groups."""
-        return self._merged_bytes(merge) - self.reserved_bytes
-
-    def _merged_bytes(self, merge: GroupMerge) -> int:
-        source, target = self.grouping.groups[merge.source], self.grouping.groups[merge.target]
-        sizes = self._sizes(target, len(source.rows), source.num_slots)
-        sizes.remove((len(source.rows), source.num_slots))
-        return self.needs.total_bytes(sizes, self.prefills, self._sampling_bytes)
 
     def release(self, row_id: str) -> None:
         """Release a row's memory, and its prompt's with the last of its rows. Unknown ids are ignored."""

@@ -1,25 +1,14 @@
-"""Which rows decode in one group, whose cache is as wide as its longest row, and which groups are merged. Pure."""
+"""Which rows decode in one group, whose cache is as wide as its longest row. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, count
-from typing import NamedTuple
+from itertools import count
 
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
-from engine.core.request_queue import USUAL_ANSWER
 
 MAX_WASTE_SHARE = 0.125
 """Largest share of `request_bytes` that unused slots may take in one group."""
-
-
-class GroupMerge(NamedTuple):
-    """One decode group takes over the rows of another."""
-
-    source: int
-    """The group that is dissolved."""
-    target: int
-    """The group that takes over its rows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,42 +88,6 @@ class Grouping:
         if not group.rows:
             del self.groups[group.id]
 
-    def mergeable(self) -> list[GroupMerge]:
-        """Return possible merges, the least wasteful first; the group with more rows is the target."""
-        pairs = []
-        for one, other in combinations(self.groups.values(), 2):
-            lengths, reserved = [*one.lengths, *other.lengths], [*one.slots.values(), *other.slots.values()]
-            if self._may_share(lengths, reserved):
-                source, target = (one, other) if len(one.rows) < len(other.rows) else (other, one)
-                pairs.append((_waste(lengths), GroupMerge(source.id, target.id)))
-        return [merge for _, merge in sorted(pairs)]
-
-    def gain_s(self, merge: GroupMerge, token_s: float, step_s: float) -> float:
-        """Predict the seconds that a merge saves until one of the groups would have ended, less its own time.
-
-        All bytes are assumed to be read and written at the rate at which a step of one row reads the weights.
-
-        Args:
-            merge: The merge.
-            token_s: Seconds per token of a single row.
-            step_s: Seconds of a step of a single row without drafts.
-        """
-        costs, groups = self._costs, [self.groups[merge.source], self.groups[merge.target]]
-        lengths = [length for group in groups for length in group.lengths]
-        num_wasted = _waste(lengths) - sum(_waste(group.lengths) for group in groups)
-        num_saved = costs.base_bytes - num_wasted * costs.token_bytes
-        num_copied = 2 * len(lengths) * (max(lengths) * costs.token_bytes + costs.fixed(max(lengths)))
-        num_tokens = min(_expected_tokens(group.rows.values()) for group in groups)
-        return (num_tokens * token_s * num_saved - step_s * num_copied) / max(costs.base_bytes, 1)
-
-    def merge(self, merge: GroupMerge) -> None:
-        """Move all rows of one group to another."""
-        source, target = self.groups.pop(merge.source), self.groups[merge.target]
-        target.slots |= source.slots
-        for row in source.rows.values():
-            row.decode_group = target.id
-            target.rows[row.id], self._of_row[row.id] = row, target
-
     def _may_share(self, lengths: Sequence[int], slots: Sequence[int]) -> bool:
         """Return whether rows of these lengths, with these reserved slots, may share a group."""
         is_read_soon = _waste(lengths) * self._costs.token_bytes <= self._costs.base_bytes
@@ -144,8 +97,3 @@ class Grouping:
 def _waste(sizes: Sequence[int]) -> int:
     """Return the unused slots when all rows take those of the longest."""
     return max(sizes) * len(sizes) - sum(sizes)
-
-
-def _expected_tokens(rows: Iterable[Request]) -> int:
-    """Predict the remaining tokens of the longest answer of these rows."""
-    return max(min(USUAL_ANSWER, row.sampling.max_tokens - len(row.output_token_ids)) for row in rows)

@@ -1,24 +1,20 @@
-"""Decode groups that become one: no token of any row tells, whatever the rows hold and whatever is in flight."""
+"""Decode groups side by side: no token of any row tells, whatever the rows hold and whatever is in flight."""
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import engine.worker  # noqa: F401  # before MLX
-
-import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig, GrammarConfig
+import engine.worker  # noqa: F401  # before MLX
+from engine.config import EngineConfig
 from engine.core.batch import PLAIN, Drafts
 from engine.core.request import Request
-from engine.processing.grammar import GrammarCompiler
-from engine.protocol import EngineRequest, GrammarSpec, SamplingParams
+from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 
 VOCAB = 512
@@ -62,7 +58,7 @@ def row_of(name: str, **sampling: Any) -> Request:
 
 @dataclass
 class Batch:
-    """Rows that decode in groups that are merged on the way."""
+    """Rows that decode in groups."""
 
     runner: MLXRunner
     drafts: Callable[[int], Drafts]
@@ -82,12 +78,6 @@ class Batch:
                 assert output.error is None
                 self.tokens[row_id] += output.token_ids
             self.step += 1
-
-    def merge(self, source: int, target: int) -> None:
-        for row in self.rows.values():
-            row.decode_group = target if row.decode_group == source else row.decode_group
-        self.runner.merge_groups(source, target)
-        self.decode()
 
     def drop(self, row: Request) -> None:
         del self.rows[row.id]
@@ -124,7 +114,7 @@ def expected_of(runner_of: Callable[[str], MLXRunner]) -> Callable[[str], dict[s
     ("name", "drafts"),
     [*product(("alternating", "foreign head"), DRAFTS), *product(["no head"], ("no drafts", "3 drafts"))],
 )
-def test_rows_of_merged_groups_get_the_tokens_that_they_get_alone(runner_of, expected_of, name: str, drafts: str):
+def test_rows_of_several_groups_get_the_tokens_that_they_get_alone(runner_of, expected_of, name: str, drafts: str):
     runner, expected = runner_of(name), expected_of(name)
     batch = Batch(runner, DRAFTS[drafts])
     rows = {row: row_of(row, **SAMPLING[row]) for row in ROWS}
@@ -134,13 +124,11 @@ def test_rows_of_merged_groups_get_the_tokens_that_they_get_alone(runner_of, exp
     batch.decode(2)
     batch.join(rows["middle"])
     batch.decode(4)
-    assert batch.num_groups == 2
-    batch.merge(1, 0)
-    assert batch.num_groups == 1
     batch.join(rows["late"])
-    batch.merge(2, 0)  # it has not been decoded yet
+    assert batch.num_groups == 3
     batch.decode(3)
     batch.drop(rows["long"])
+    assert batch.num_groups == 2
     batch.decode(40)
     for row in list(batch.rows.values()):
         batch.drop(row)
@@ -148,88 +136,3 @@ def test_rows_of_merged_groups_get_the_tokens_that_they_get_alone(runner_of, exp
         given = batch.tokens[f"{row}/0"][:40]
         assert given == expected[row][: len(given)] and len(given) > 10, row
     assert runner.memory()["decode_cache_bytes"] == 0
-
-
-def test_groups_without_rows_in_the_batch_are_merged_without_a_copy(runner_of):
-    batch = Batch(runner_of("alternating"), DRAFTS["3 drafts"])
-    short = row_of("short")
-    expected = alone(batch.runner, row_of("short"), 20)
-    batch.join(short)
-    batch.merge(7, 1)
-    batch.merge(1, 9)
-    assert list(batch.runner._batch._groups) == [9]
-    batch.decode(20)
-    batch.drop(short)
-    assert batch.tokens["short/0"][:20] == expected
-
-
-@pytest.mark.parametrize("drafts", ["no drafts", "3 drafts"])
-def test_rows_with_grammars_get_the_same_tokens_in_a_merged_group(runner_of, tiny_model, drafts: str):
-    """Their matchers have seen what the steps under way have given."""
-    runner = runner_of("alternating")
-    compiler = GrammarCompiler(tiny_model(**MODELS["alternating"]), VOCAB, (2,), GrammarConfig())
-    matcher = asyncio.run(compiler.compile(GrammarSpec("regex", "[a-f]{100}")))
-    compiler.close()
-    given = []
-    for merges in (False, True):
-        batch = Batch(runner, DRAFTS[drafts])
-        rows = [row_of("long"), row_of("short")]
-        for row in rows:
-            row.matcher = matcher.fork()
-            batch.join(row)
-            batch.decode(2)
-        if merges:
-            batch.merge(1, 0)
-        batch.decode(12)
-        for row in rows:
-            batch.drop(row)
-        given.append([batch.tokens[row.id][:10] for row in rows])
-    assert given[0] == given[1]
-
-
-def test_the_snapshot_of_a_row_is_the_same_after_a_merge_of_its_group(runner_of):
-    runner = runner_of("alternating")
-    states = []
-    for merges in (False, True):
-        batch = Batch(runner, DRAFTS["3 drafts"])
-        rows = [row_of("long"), row_of("short")]
-        for row in rows:
-            batch.join(row)
-            batch.decode(2)
-        if merges:
-            batch.merge(1, 0)
-        else:
-            batch.decode()
-        kept = runner.snapshot_row("short/0")
-        assert kept is not None
-        states.append((kept.token_ids.tolist(), _arrays(kept.snapshot)))
-        for row in rows:
-            batch.drop(row)
-    (ids, arrays), (merged_ids, merged) = states
-    assert ids == merged_ids and all(np.allclose(a, b, atol=1e-4) for a, b in zip(arrays, merged, strict=True))
-
-
-def _arrays(snapshot: Any) -> Sequence[np.ndarray]:
-    return [np.array(array, dtype=np.float32) for state in snapshot.states for array in state]
-
-
-def test_a_merge_takes_the_memory_of_its_result_and_of_one_more_layer(runner_of):
-    """The books count one layer of the merged group twice."""
-    runner = runner_of("no head")
-    batch = Batch(runner, DRAFTS["no drafts"])
-    rows = [row_of("long"), row_of("middle")]
-    for row in rows:
-        batch.join(row)
-    batch.decode(3)
-    mx.clear_cache()
-    before, cache = mx.get_active_memory(), runner.memory()["decode_cache_bytes"]
-    mx.reset_peak_memory()
-    for row in rows:
-        row.decode_group = 0
-    runner.merge_groups(1, 0)
-    peak, merged = mx.get_peak_memory() - before + cache, runner.memory()["decode_cache_bytes"]
-    largest = max(layer.nbytes for layer in runner._batch._groups[0]._cache.layers)
-    batch.decode()
-    for row in rows:
-        batch.drop(row)
-    assert peak <= merged + largest + 2**16, (peak, merged, largest)
