@@ -47,6 +47,7 @@ class SnapshotExchange:
         fingerprint: str,
         write: "Callable[[str], Future[bool]] | None" = None,
     ):
+        self._files = files
         identity = Identity(sharing.token, fingerprint)
         try:
             self._server = SnapshotServer(files, identity, sharing.host, port, write)
@@ -56,6 +57,11 @@ class SnapshotExchange:
             ) from None
         self.address = self._server.address
         self.client = SnapshotClient(files, identity)
+
+    @property
+    def max_bytes(self) -> int:
+        """Limit of the bytes of all files."""
+        return self._files.max_bytes
 
     def status(self) -> FetchStatus:
         """Return the counters of both directions since the start."""

@@ -1,0 +1,294 @@
+"""SnapshotTakeOver: an engine takes over what other nodes know, before a prompt asks for it.
+
+A node that leaves hands its conversations over, and one that has joined warms itself by prefixes that many prompts
+share. The files join the disk tier, in free room or in place of what is worth less; memory is not touched, and the
+engine's thread is only needed for some milliseconds between two steps. One snapshot is transferred at a time, so that
+prompts that wait for a fetch need not wait for these.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Literal
+
+from engine.async_device_thread import AsyncDeviceThread
+from engine.core.engine_core import EngineCore
+from engine.placement import MovableSnapshot, TakenOver
+from engine.protocol import EngineFailed
+from engine.snapshot_store.exchange import SnapshotExchange
+from engine.snapshot_store.files import Standing, StoredFile
+from engine.snapshot_store.snapshot_client import Fetch, Fetched
+from engine.snapshot_store.wire import FetchFailure
+
+log = logging.getLogger("orchard.engine")
+
+Purpose = Literal["drain", "warm_up"]
+"""Why snapshots are taken over: their node is drained, or this one has joined."""
+
+NotTaken = FetchFailure | Literal["deadline", "draining"]
+"""Why an offered snapshot is not there. `deadline`: the time was over. `draining`: this node is drained itself."""
+
+HOPELESS: tuple[FetchFailure, ...] = ("unreachable", "version", "token", "format", "fingerprint", "timeout")
+"""After such a failure a node is asked for nothing else."""
+
+MARGIN = 1.5
+"""Factor by which a snapshot must be worth more than a file that is evicted for it, as in memory."""
+
+BUSY_S = 0.2
+"""Pause before a node that has too many clients is asked again."""
+
+LOOK_S = 0.1
+"""Interval between two looks at whether a transfer may go on."""
+
+MAX_WARM, WARM_SHARE = 8, 0.25
+"""The most prefixes by which a node warms itself, and the most of its disk tier that they take."""
+
+WARM_FOR_S = 600.0
+"""A node that has not been idle for long enough within so many seconds stays as it is."""
+
+
+class SnapshotTakeOver:
+    """Gives and takes snapshots on the event loop.
+
+    Args:
+        thread: The engine's thread.
+        exchange: Returns the exchange with other nodes; None without one.
+        is_idle: Returns whether no request is open.
+        is_leaving: Returns whether this node is drained or stopped.
+    """
+
+    def __init__(
+        self,
+        thread: AsyncDeviceThread[EngineCore],
+        exchange: Callable[[], SnapshotExchange | None],
+        is_idle: Callable[[], bool],
+        is_leaving: Callable[[], bool],
+    ):
+        self._thread = thread
+        self._exchange = exchange
+        self._is_idle = is_idle
+        self._is_leaving = is_leaving
+        self._turn = asyncio.Lock()
+        self._warming: asyncio.Task[None] | None = None
+        self._num_files: Counter[str] = Counter()  # by Purpose
+        self._num_bytes: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()  # by NotTaken
+
+    async def offered(self, max_snapshots: int, shared_only: bool = False) -> tuple[MovableSnapshot, ...]:
+        """Return the snapshots that are worth most at another node, see MovableSnapshots; () if nothing is shared.
+
+        Raises:
+            EngineFailed: The engine is not ready.
+        """
+        if self._exchange() is None:
+            return ()
+        return tuple(await self._thread.call(lambda core: core.movable.offered(max_snapshots, shared_only)))
+
+    async def take(
+        self,
+        address: str,
+        snapshots: Sequence[MovableSnapshot],
+        timeout_s: float,
+        purpose: Purpose = "drain",
+        may_go_on: Callable[[], bool] = lambda: True,
+    ) -> TakenOver:
+        """Fetch snapshots from another node, in the given order, until the time is over.
+
+        Args:
+            address: `host:port` of its server of snapshots.
+            snapshots: What it offers, the best first.
+            timeout_s: Seconds for all of them, those of other take-overs before this one included.
+            purpose: For the counters.
+            may_go_on: Asked every LOOK_S during a transfer; False ends it, and the take-over.
+
+        Raises:
+            EngineFailed: The engine is not ready, or shares nothing.
+        """
+        began_s = time.monotonic()
+        if self._is_leaving():
+            self._refused["draining"] += len(snapshots)
+            return TakenOver(len(snapshots), refused={"draining": len(snapshots)})
+        taking = Taking(
+            self._thread,
+            self._exchange(),
+            address,
+            began_s + timeout_s,
+            lambda: may_go_on() and not self._is_leaving(),
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._turn.acquire()
+        except TimeoutError:
+            taking.refused["deadline"] += len(snapshots)
+        else:
+            try:
+                await taking.take_all(snapshots)
+            finally:
+                self._turn.release()
+        self._num_files[purpose] += taking.num_files
+        self._num_bytes[purpose] += taking.num_bytes
+        self._refused.update(taking.refused)
+        seconds = time.monotonic() - began_s
+        log.info(
+            "%d of %d snapshots of %s are taken over (%s): %d bytes in %.1f s; not: %s",
+            taking.num_taken,
+            len(snapshots),
+            address,
+            purpose,
+            taking.num_bytes,
+            seconds,
+            dict(taking.refused),
+        )
+        return TakenOver(
+            len(snapshots), taking.num_taken, taking.num_files, taking.num_bytes, seconds, dict(taking.refused)
+        )
+
+    def warm_up(self, sources: Sequence[tuple[str, Sequence[MovableSnapshot]]]) -> None:
+        """Begin to take the first MAX_WARM prefixes over whenever the engine is idle; only once in its life.
+
+        Args:
+            sources: Addresses of nodes, each with what it offers.
+        """
+        if self._warming is None and self._exchange() is not None:
+            self._warming = asyncio.ensure_future(self._warm_up(sources))
+
+    async def close(self) -> None:
+        """End the warm-up."""
+        if self._warming is not None:
+            self._warming.cancel()
+            await asyncio.wait({self._warming})
+
+    def status(self) -> dict[str, dict[str, int]]:
+        """Return the files and bytes taken over by purpose, and the snapshots that were not, by reason."""
+        return {
+            "taken_over": dict(self._num_files),
+            "taken_over_bytes": dict(self._num_bytes),
+            "not_taken_over": dict(self._refused),
+        }
+
+    async def _warm_up(self, sources: Sequence[tuple[str, Sequence[MovableSnapshot]]]) -> None:
+        try:
+            until_s, left = time.monotonic() + WARM_FOR_S, self._bounded(sources)
+            while left and time.monotonic() < until_s:
+                if not self._is_idle():
+                    await asyncio.sleep(LOOK_S)
+                    continue
+                address, snapshot = left[0]
+                taken = await self.take(
+                    address, [snapshot], until_s - time.monotonic(), "warm_up", may_go_on=self._is_idle
+                )
+                if "stopped" not in taken.refused:
+                    left.pop(0)
+        except EngineFailed as error:
+            log.info("the engine does not warm itself any more: %s", error)
+        except Exception:
+            log.exception("the engine could not warm itself")
+
+    def _bounded(self, sources: Sequence[tuple[str, Sequence[MovableSnapshot]]]) -> list[tuple[str, MovableSnapshot]]:
+        """Return the first prefixes of the sources that fit into their share of the disk tier."""
+        exchange = self._exchange()
+        room = 0 if exchange is None else int(WARM_SHARE * exchange.max_bytes)
+        chosen = list[tuple[str, MovableSnapshot]]()
+        for address, snapshots in sources:
+            for snapshot in snapshots:
+                if len(chosen) < MAX_WARM and snapshot.num_bytes <= room:
+                    chosen.append((address, snapshot))
+                    room -= snapshot.num_bytes
+        return chosen
+
+
+class Taking:
+    """One take-over.
+
+    Args:
+        thread: The engine's thread.
+        exchange: The exchange with other nodes.
+        address: See SnapshotTakeOver.take.
+        until_s: When it ends; monotonic seconds.
+        may_go_on: See SnapshotTakeOver.take.
+
+    Attributes:
+        num_taken: Snapshots that are here.
+        num_files: Files that were transferred.
+        num_bytes: Their bytes, those of incomplete ones included.
+        refused: Snapshots that are not here, by NotTaken.
+
+    Raises:
+        EngineFailed: There is no exchange.
+    """
+
+    def __init__(
+        self,
+        thread: AsyncDeviceThread[EngineCore],
+        exchange: SnapshotExchange | None,
+        address: str,
+        until_s: float,
+        may_go_on: Callable[[], bool],
+    ):
+        if exchange is None:
+            raise EngineFailed("this node shares no snapshots: prefix_cache.disk is not set, or fetch is off")
+        self._thread = thread
+        self._client = exchange.client
+        self._max_bytes = exchange.max_bytes
+        self._address = address
+        self._until_s = until_s
+        self._may_go_on = may_go_on
+        self.num_taken = self.num_files = self.num_bytes = 0
+        self.refused: Counter[str] = Counter()
+
+    async def take_all(self, snapshots: Sequence[MovableSnapshot]) -> None:
+        """Take snapshots over, in their order. Raises EngineFailed."""
+        here = await self._thread.call(lambda core: core.movable.densities())
+        hopeless: NotTaken | None = None
+        for snapshot in snapshots:
+            reason = hopeless or await self._take(snapshot, here)
+            if reason is None:
+                self.num_taken += 1
+                continue
+            self.refused[reason] += 1
+            if reason in (*HOPELESS, "deadline", "stopped"):
+                hopeless = reason
+
+    async def _take(self, snapshot: MovableSnapshot, here: Mapping[str, float]) -> NotTaken | None:
+        """Take a snapshot over; return why it is not here."""
+        if self._until_s <= time.monotonic():
+            return "deadline"
+        fetched = Fetched(None) if snapshot.digest in here else await self._fetched(snapshot, here)
+        self.num_files += fetched.num_snapshots
+        self.num_bytes += fetched.num_bytes
+        last = snapshot.digest if fetched.failure is None else fetched.last
+        is_here = await self._thread.call(lambda core: core.movable.arrived(snapshot, last))
+        if is_here:
+            return None
+        if fetched.failure == "stopped" and self._until_s <= time.monotonic():
+            return "deadline"
+        return fetched.failure or "gone"  # the file that has just arrived was evicted
+
+    async def _fetched(self, snapshot: MovableSnapshot, here: Mapping[str, float]) -> Fetched:
+        density = await self._thread.call(lambda core: core.movable.density(snapshot))
+        used_ns = time.time_ns() - int(1e9 * snapshot.idle_s)
+        standing = Standing(used_ns, partial(_is_spared, here=here, density=density))
+        while True:
+            fetch = self._client.fetch(self._address, snapshot.digest, snapshot.num_tokens, self._max_bytes, standing)
+            fetched = await self._ended(fetch)
+            if fetched.failure != "busy" or self._until_s <= time.monotonic() + BUSY_S or not self._may_go_on():
+                return fetched
+            await asyncio.sleep(BUSY_S)
+
+    async def _ended(self, fetch: Fetch) -> Fetched:
+        """Wait for the end of a transfer, and end it when it may not go on."""
+        done = asyncio.wrap_future(fetch.done)
+        try:
+            while not done.done() and self._may_go_on() and (left_s := self._until_s - time.monotonic()) > 0:
+                await asyncio.wait({done}, timeout=min(left_s, LOOK_S))
+        finally:
+            fetch.stop()  # without an effect on one that has ended
+        return await asyncio.shield(done)
+
+
+def _is_spared(file: StoredFile, here: Mapping[str, float], density: float) -> bool:
+    """Return whether a file must not be evicted for a snapshot of this density: also if its own is unknown."""
+    return file.meta is None or MARGIN * here.get(file.digest, float("inf")) > density
