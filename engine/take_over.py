@@ -31,14 +31,14 @@ Purpose = Literal["drain", "warm_up"]
 NotTaken = FetchFailure | Literal["deadline", "draining"]
 """Why an offered snapshot is not there. `deadline`: the time was over. `draining`: this node is drained itself."""
 
-HOPELESS: tuple[FetchFailure, ...] = ("unreachable", "version", "token", "format", "fingerprint", "timeout")
+HOPELESS: tuple[FetchFailure, ...] = ("busy", "unreachable", "version", "token", "format", "fingerprint", "timeout")
 """After such a failure a node is asked for nothing else."""
 
 MARGIN = 1.5
 """Factor by which a snapshot must be worth more than a file that is evicted for it, as in memory."""
 
-BUSY_S = 0.2
-"""Pause before a node that has too many clients is asked again."""
+BUSY_S, BUSY_FOR_S = 0.2, 20.0
+"""Pause before a node that has too many clients is asked again, and how long it is asked; then for nothing else."""
 
 LOOK_S = 0.1
 """Interval between two looks at whether a transfer may go on."""
@@ -271,10 +271,11 @@ class Taking:
         density = await self._thread.call(lambda core: core.movable.density(snapshot))
         used_ns = time.time_ns() - int(1e9 * snapshot.idle_s)
         standing = Standing(used_ns, partial(_is_spared, here=here, density=density))
+        patient_until_s = min(self._until_s, time.monotonic() + BUSY_FOR_S)
         while True:
             fetch = self._client.fetch(self._address, snapshot.digest, snapshot.num_tokens, self._max_bytes, standing)
             fetched = await self._ended(fetch)
-            if fetched.failure != "busy" or self._until_s <= time.monotonic() + BUSY_S or not self._may_go_on():
+            if fetched.failure != "busy" or patient_until_s <= time.monotonic() + BUSY_S or not self._may_go_on():
                 return fetched
             await asyncio.sleep(BUSY_S)
 
