@@ -154,7 +154,7 @@ class TakenOver:
     """Bytes that were transferred, those of incomplete files included."""
     seconds: float = 0.0
     refused: dict[str, int] = field(default_factory=dict)
-    """Offered snapshots that are not there, by reason: a FetchFailure (snapshot_store/wire.py), or `deadline`."""
+    """Offered snapshots that are not there, by reason: a NotTaken (snapshot_store/wire.py), or `no_receiver`."""
 
     def __str__(self) -> str:
         """Tell an operator."""

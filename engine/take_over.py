@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal
 
 from engine.async_device_thread import AsyncDeviceThread
 from engine.core.engine_core import EngineCore
@@ -21,15 +20,9 @@ from engine.protocol import EngineFailed
 from engine.snapshot_store.exchange import SnapshotExchange
 from engine.snapshot_store.files import Standing, StoredFile
 from engine.snapshot_store.snapshot_client import Fetch, Fetched
-from engine.snapshot_store.wire import FetchFailure
+from engine.snapshot_store.wire import FetchFailure, NotTaken, Purpose
 
 log = logging.getLogger("orchard.engine")
-
-Purpose = Literal["drain", "warm_up"]
-"""Why snapshots are taken over: their node is drained, or this one has joined."""
-
-NotTaken = FetchFailure | Literal["deadline", "draining"]
-"""Why an offered snapshot is not there. `deadline`: the time was over. `draining`: this node is drained itself."""
 
 HOPELESS: tuple[FetchFailure, ...] = ("busy", "unreachable", "version", "token", "format", "fingerprint", "timeout")
 """After such a failure a node is asked for nothing else."""
