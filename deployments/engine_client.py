@@ -32,6 +32,7 @@ from deployments.protocol import ChatRequest, EngineAnswer, Plan, Route, SilentE
 from deployments.ray_internals import LOCAL_NODE, RunningNode, cancel_call
 from deployments.replica_calls import call_within, cause_of, is_replica_lost, while_running, why_silent
 from deployments.replica_choice import NoOtherReplica, NoReplicaYet, pin_to
+from deployments.replication import Replication
 from deployments.timeline import ENGINE, current
 from engine import retry_after
 from engine.placement import PrefixHolder
@@ -120,7 +121,7 @@ class EngineClient:
         checkpoint: str = "",
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Connect to the engines and the planners; `hand_over` moves snapshots between the engines.
+        """Connect to the engines and the planners; `hand_over` and `replication` move snapshots between the engines.
 
         Args:
             engine: Handle of the engine.
@@ -143,6 +144,7 @@ class EngineClient:
         self._placer = Placer(engine)
         self.nodes = EngineNodes(engine, clock)
         self.hand_over = HandOver(engine, self._placer, self._ask)
+        self.replication = Replication(self._placer, self._ask)
         self._engine_timeout_s = engine_timeout_s
         self._ask_timeout_s = ask_timeout_s
         self._plan_timeout_s = plan_timeout_s

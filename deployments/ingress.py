@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -224,6 +225,7 @@ class Ingress:
         )
         self._drain_timeout_s = args.drain_timeout_s
         self._may_resume = args.resume
+        self._replicates = config.prefix_cache.replicate
         self._stopping = on_stop(self.drain)
         self._warming = asyncio.ensure_future(self._client.hand_over.keep_warm(own_node_id())) if in_replica() else None
         self._engines = engine
@@ -265,9 +267,15 @@ class Ingress:
         room = planned.sampling.max_tokens
         is_context_limited = request.max_tokens is None or room < request.max_tokens
         rules = answer_rules(request, self._tokenizer)
+        note_end = partial(self._answer_ended, request, stream)
         return TextGeneration(
-            stream, self._tokenizer, rules, self._status.forget, is_context_limited, left_open(request, planned.grammar)
+            stream, self._tokenizer, rules, note_end, is_context_limited, left_open(request, planned.grammar)
         )
+
+    def _answer_ended(self, request: ChatRequest, stream: EngineStream) -> None:
+        self._status.forget()
+        if self._replicates and request.keys is not None and stream.node_id:
+            self._client.replication.turn_ended(request.keys.conversation, stream.node_id)
 
     def _resumes(self, request: ChatRequest) -> bool:
         return self._may_resume if request.resume is None else request.resume

@@ -140,6 +140,14 @@ class ModelReplica:
         """Fetch what a node hands over that leaves, see SnapshotTakeOver.take."""
         return _from_here(await self._engine.take_over.take(address, snapshots, timeout_s))
 
+    async def movable_conversation(self, conversation: int) -> EngineAnswer[MovableSnapshot | None]:
+        """Return the last snapshot of a conversation, see SnapshotTakeOver.of_conversation."""
+        return _from_here(await self._engine.take_over.of_conversation(conversation))
+
+    async def copy(self, address: str, snapshot: MovableSnapshot, timeout_s: float) -> EngineAnswer[TakenOver]:
+        """Fetch a copy of a conversation, see SnapshotTakeOver.copy."""
+        return _from_here(await self._engine.take_over.copy(address, snapshot, timeout_s))
+
     async def warm_up(self, sources: Sequence[tuple[str, Sequence[MovableSnapshot]]]) -> EngineAnswer[None]:
         """Begin to fetch what other nodes share, see SnapshotTakeOver.warm_up."""
         return _from_here(self._engine.take_over.warm_up(sources))

@@ -1,9 +1,9 @@
 """SnapshotTakeOver: an engine takes over what other nodes know, before a prompt asks for it.
 
-A node that leaves hands its conversations over, and one that has joined warms itself by prefixes that many prompts
-share. The files join the disk tier, in free room or in place of what is worth less; memory is not touched, and the
-engine's thread is only needed for some milliseconds between two steps. One snapshot is transferred at a time, so that
-prompts that wait for a fetch need not wait for these.
+A node that leaves hands its conversations over, one that has joined warms itself by prefixes that many prompts share,
+and copies of conversations may be kept for the death of their node. The files join the disk tier, in free room or in
+place of what is worth less; memory is not touched, and the engine's thread is only needed for some milliseconds between
+two steps. One snapshot is transferred at a time, so that prompts that wait for a fetch need not wait for these.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from engine.async_device_thread import AsyncDeviceThread
@@ -41,6 +42,10 @@ MAX_WARM, WARM_SHARE = 8, 0.25
 
 WARM_FOR_S = 600.0
 """A node that has not been idle for long enough within so many seconds stays as it is."""
+
+
+IDLE_WAIT_S = 5.0
+"""Longest wait of a node that gives a copy until its link is idle."""
 
 
 class SnapshotTakeOver:
@@ -80,6 +85,44 @@ class SnapshotTakeOver:
             return ()
         return tuple(await self._thread.call(lambda core: core.movable.offered(max_snapshots, shared_only)))
 
+    async def of_conversation(self, conversation: int) -> MovableSnapshot | None:
+        """Return the last snapshot of a conversation, for a copy at another node, once the link of this node is idle.
+
+        Returns:
+            None if nothing is stored or shared, or the link is busy for longer than IDLE_WAIT_S.
+
+        Raises:
+            EngineFailed: The engine is not ready.
+        """
+        exchange = self._exchange()
+        if exchange is None or not await self._is_link_idle(exchange, time.monotonic() + IDLE_WAIT_S):
+            return None
+        return await self._thread.call(lambda core: core.movable.of_conversation(conversation))
+
+    async def copy(self, address: str, snapshot: MovableSnapshot, timeout_s: float) -> TakenOver:
+        """Fetch a copy of a conversation that goes on living at its node, while the link of this node is idle.
+
+        Args:
+            address: `host:port` of its node's server of snapshots.
+            snapshot: Its last snapshot.
+            timeout_s: Seconds for the wait and the transfer.
+
+        Raises:
+            EngineFailed: The engine is not ready, or shares nothing.
+        """
+        until_s, exchange = time.monotonic() + timeout_s, self._exchange()
+        if exchange is not None and not await self._is_link_idle(exchange, until_s):
+            self._refused["deadline"] += 1
+            return TakenOver(1, refused={"deadline": 1})
+        left_s, guest = until_s - time.monotonic(), replace(snapshot, residence=None)
+        return await self.take(
+            address,
+            [guest],
+            left_s,
+            "replica",
+            may_go_on=lambda: exchange is not None and not exchange.client.is_awaited,
+        )
+
     async def take(
         self,
         address: str,
@@ -100,16 +143,12 @@ class SnapshotTakeOver:
         Raises:
             EngineFailed: The engine is not ready, or shares nothing.
         """
-        began_s = time.monotonic()
         if self._is_leaving():
             self._refused["draining"] += len(snapshots)
             return TakenOver(len(snapshots), refused={"draining": len(snapshots)})
+        until_s = time.monotonic() + timeout_s
         taking = Taking(
-            self._thread,
-            self._exchange(),
-            address,
-            began_s + timeout_s,
-            lambda: may_go_on() and not self._is_leaving(),
+            self._thread, self._exchange(), address, until_s, lambda: may_go_on() and not self._is_leaving()
         )
         try:
             async with asyncio.timeout(timeout_s):
@@ -121,23 +160,23 @@ class SnapshotTakeOver:
                 await taking.take_all(snapshots)
             finally:
                 self._turn.release()
-        self._num_files[purpose] += taking.num_files
-        self._num_bytes[purpose] += taking.num_bytes
-        self._refused.update(taking.refused)
-        seconds = time.monotonic() - began_s
-        log.info(
-            "%d of %d snapshots of %s are taken over (%s): %d bytes in %.1f s; not: %s",
-            taking.num_taken,
+        taken = TakenOver(
             len(snapshots),
-            address,
-            purpose,
+            taking.num_taken,
+            taking.num_files,
             taking.num_bytes,
-            seconds,
+            time.monotonic() - until_s + timeout_s,
             dict(taking.refused),
         )
-        return TakenOver(
-            len(snapshots), taking.num_taken, taking.num_files, taking.num_bytes, seconds, dict(taking.refused)
-        )
+        self._note(taken, purpose, address)
+        return taken
+
+    def _note(self, taken: TakenOver, purpose: Purpose, address: str) -> None:
+        self._num_files[purpose] += taken.num_files
+        self._num_bytes[purpose] += taken.num_bytes
+        self._refused.update(taken.refused)
+        level = logging.DEBUG if purpose == "replica" else logging.INFO  # one per turn
+        log.log(level, "taken over from %s (%s): %s", address, purpose, taken)
 
     def warm_up(self, sources: Sequence[tuple[str, Sequence[MovableSnapshot]]]) -> None:
         """Begin to take the first MAX_WARM prefixes over whenever the engine is idle; only once in its life.
@@ -161,6 +200,14 @@ class SnapshotTakeOver:
             "taken_over_bytes": dict(self._num_bytes),
             "not_taken_over": dict(self._refused),
         }
+
+    async def _is_link_idle(self, exchange: SnapshotExchange, until_s: float) -> bool:
+        """Wait until nothing is transferred here; return False if the time is over before."""
+        while self._turn.locked() or not exchange.is_idle:
+            if time.monotonic() >= until_s:
+                return False
+            await asyncio.sleep(LOOK_S)
+        return True
 
     async def _warm_up(self, sources: Sequence[tuple[str, Sequence[MovableSnapshot]]]) -> None:
         try:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from engine.core.cost_model import CostModel
 from engine.core.memory.costs import MemoryCosts
 from engine.core.prefix_cache.sessions import PrefixCacheSessions
-from engine.core.prefix_cache.worth import EntryWorth, worths
+from engine.core.prefix_cache.worth import EntryWorth, worth_of, worths
 from engine.core.quoting.load import LoadRecorder
 from engine.placement import KnownPrefix, MovableSnapshot
 
@@ -53,6 +53,16 @@ class MovableSnapshots:
             covered |= {one.digest for one in worth.path}
             chosen.append(self._movable(worth, known))
         return chosen
+
+    def of_conversation(self, conversation: int) -> MovableSnapshot | None:
+        """Return the snapshot behind the last turn of a conversation that lives here; None if none is stored."""
+        if (residence := self._loads.residents.leaving(conversation)) is None:
+            return None
+        keys = residence.keys
+        if (entry := self._loads.prefixes.last_of(keys)) is None:
+            return None
+        worth = worth_of(entry, True, self._prefix.cache, self._costs.prompt_s, self._memory_costs)
+        return self._movable(worth, self._loads.prefixes.by_digest((*keys.turns, keys.system)))
 
     def densities(self) -> dict[str, float]:
         """Return by how many seconds per second and byte each entry here is worth its file, by digest."""

@@ -63,6 +63,11 @@ class SnapshotExchange:
         """Limit of the bytes of all files."""
         return self._files.max_bytes
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no other node is connected, and no prompt here waits for one."""
+        return not self._server.status()["num_connections"] and not self.client.is_awaited
+
     def status(self) -> FetchStatus:
         """Return the counters of both directions since the start."""
         fetched, served = self.client.status(), self._server.status()

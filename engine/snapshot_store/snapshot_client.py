@@ -127,6 +127,12 @@ class SnapshotClient:
             fetch.done.set_result(Fetched("busy"))
         return fetch
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a prompt waits for a fetch."""
+        with self._lock:
+            return any(fetch.standing is None for fetch in self._fetches)
+
     def count_failure(self, failure: FetchFailure) -> None:
         """Count a snapshot that was not fetched."""
         with self._lock:

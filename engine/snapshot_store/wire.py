@@ -53,8 +53,8 @@ NotTaken = Literal[FetchFailure, "deadline", "draining"]
 """Why a snapshot that another node has offered was not taken over. `deadline`: the time was over. `draining`: this node
 is drained itself."""
 
-Purpose = Literal["drain", "warm_up"]
-"""Why snapshots are taken over: their node is drained, or this one has joined."""
+Purpose = Literal["drain", "warm_up", "replica"]
+"""Why snapshots are taken over: their node is drained, this one has joined, or a copy shall outlive their node."""
 
 FRAME_BYTES = 8 << 20
 """Size of a frame of a file; each connection has a buffer of this size at both ends."""

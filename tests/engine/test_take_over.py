@@ -1,6 +1,7 @@
 """What a drained engine knows is taken over by another one: over loopback sockets, each with its own device thread."""
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from engine import take_over
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core.memory.costs import MemoryCosts
-from engine.placement import ConversationKeys, MovableSnapshot, Question, Quote
+from engine.placement import ConversationKeys, MovableSnapshot, Question, Quote, TakenOver
 from engine.protocol import EngineFailed, EngineRequest, FetchStatus
 from engine.snapshot_store.exchange import Sharing
 from engine.take_over import MAX_WARM
@@ -321,3 +323,68 @@ def test_an_engine_that_stops_ends_its_warm_up(tmp_path):
         assert here.take_over._warming is not None and here.take_over._warming.cancelled()
 
     run_engines(test, tmp_path)
+
+
+async def copied(there: AsyncEngine, here: AsyncEngine, conversation: int) -> TakenOver | None:
+    snapshot = await there.take_over.of_conversation(conversation)
+    return None if snapshot is None else await here.take_over.copy(address_of(there), snapshot, LIMIT_S)
+
+
+def test_a_copy_of_a_conversation_outlives_its_engine(tmp_path):
+    async def test(there: AsyncEngine, here: AsyncEngine) -> None:
+        for num_turns in (1, 2, 3):
+            await ask(there, turn(1, num_turns))
+            taken = await copied(there, here, 1)
+            assert taken is not None and (taken.num_taken, taken.refused) == (1, {})
+        quote = quote_of(here, 1, 4)
+        assert (quote.cached_tokens, quote.is_resident) == (length(3), False), "it goes on living there"
+        await there.shutdown()  # nothing else is asked for
+        assert await ask(here, turn(1, 4)) == length(3)
+        fetch = await fetch_of(here)
+        assert (fetch.taken_over, fetch.num_fetched, fetch.failures) == ({"replica": 4}, 4, {})
+
+    run_engines(test, tmp_path)
+
+
+def test_only_what_a_turn_has_added_is_copied(tmp_path):
+    async def test(there: AsyncEngine, here: AsyncEngine) -> None:
+        await converse(there, 1, 2)
+        first = await copied(there, here, 1)
+        await ask(there, turn(1, 3))
+        second = await copied(there, here, 1)
+        assert first is not None and second is not None
+        assert (first.num_files, second.num_files) == (3, 1)
+
+    run_engines(test, tmp_path)
+
+
+def test_a_conversation_that_does_not_live_here_is_not_copied(tmp_path):
+    async def test(there: AsyncEngine, here: AsyncEngine) -> None:
+        assert await copied(there, here, 1) is None
+        await converse(there, 1, 1)
+        await there.clear_cache()
+        assert await copied(there, here, 1) is None
+
+    run_engines(test, tmp_path)
+
+
+def test_a_copy_waits_until_nothing_else_is_transferred(tmp_path, monkeypatch):
+    monkeypatch.setattr(take_over, "IDLE_WAIT_S", 0.2)
+
+    async def test(there: AsyncEngine, here: AsyncEngine) -> None:
+        await converse(there, 1, 1)
+        snapshot = await there.take_over.of_conversation(1)
+        assert snapshot is not None
+        with socket.create_connection(parts_of(address_of(here))):
+            late = await here.take_over.copy(address_of(there), snapshot, 0.5)
+            assert (late.num_taken, late.refused) == (0, {"deadline": 1})
+        with socket.create_connection(parts_of(address_of(there))):
+            assert await there.take_over.of_conversation(1) is None
+        assert (await here.take_over.copy(address_of(there), snapshot, LIMIT_S)).num_taken == 1
+
+    run_engines(test, tmp_path)
+
+
+def parts_of(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)

@@ -38,22 +38,41 @@ def worths(cache: PrefixCache, seconds: Callable[[int, int], float], costs: Memo
         seconds: Predicts the seconds of computing the tokens from start to end of a prompt.
         costs: Bytes of tokens and states.
     """
-    entries, now, forecast = list(cache.index.entries()), cache.clock(), cache.lineages.forecast
+    entries = list(cache.index.entries())
     continued = {entry.parent for entry in entries}
     for entry in entries:
-        path = tuple(cache.index.path(entry))
-        lineage, start = entry.lineage, path[1].num_tokens if len(path) > 1 else 0
-        in_memory = lineage.entries[-1] if lineage.entries else None
-        odds_key = odds_key_of(entry, entry if entry.digest not in continued else in_memory)
-        rate = forecast.rate(lineage, odds_key, now)
-        num_bytes = entry.num_tokens * costs.token_bytes + len(path) * costs.fixed()
-        own_bytes = (entry.num_tokens - start) * costs.token_bytes + costs.fixed()
-        yield EntryWorth(
-            entry,
-            path,
-            num_bytes,
-            rate,
-            forecast.probability(lineage, odds_key, now),
-            seconds(0, entry.num_tokens) * rate / max(num_bytes, 1),
-            seconds(start, entry.num_tokens) * rate / max(own_bytes, 1),
-        )
+        yield worth_of(entry, entry.digest not in continued, cache, seconds, costs)
+
+
+def worth_of(
+    entry: CacheEntry,
+    is_last: bool,
+    cache: PrefixCache,
+    seconds: Callable[[int, int], float],
+    costs: MemoryCosts,
+) -> EntryWorth:
+    """Return the worth of an entry.
+
+    Args:
+        entry: The entry.
+        is_last: Whether no other entry continues it.
+        cache: See worths.
+        seconds: See worths.
+        costs: See worths.
+    """
+    path, lineage, forecast, now = cache.index.path(entry), entry.lineage, cache.lineages.forecast, cache.clock()
+    start = path[1].num_tokens if len(path) > 1 else 0
+    in_memory = lineage.entries[-1] if lineage.entries else None
+    odds_key = odds_key_of(entry, entry if is_last else in_memory)
+    rate = forecast.rate(lineage, odds_key, now)
+    num_bytes = entry.num_tokens * costs.token_bytes + len(path) * costs.fixed()
+    own_bytes = (entry.num_tokens - start) * costs.token_bytes + costs.fixed()
+    return EntryWorth(
+        entry,
+        tuple(path),
+        num_bytes,
+        rate,
+        forecast.probability(lineage, odds_key, now),
+        seconds(0, entry.num_tokens) * rate / max(num_bytes, 1),
+        seconds(start, entry.num_tokens) * rate / max(own_bytes, 1),
+    )

@@ -4,7 +4,7 @@ The engine thread writes, other threads read: a reader uses single dict look-ups
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from engine.core.prefix_cache.node import CacheEntry
@@ -61,10 +61,12 @@ class KnownPrefixes:
         if own is None or (self._find(own.digest) is None and self._find(own.answer) is None):
             self._put(key, known)
 
-    def by_digest(self) -> dict[str, list[tuple[int, KnownPrefix]]]:
-        """Return the keys and what is known of them, by each digest that they lead to."""
+    def by_digest(self, keys: Iterable[int] | None = None) -> dict[str, list[tuple[int, KnownPrefix]]]:
+        """Return keys and what is known of them, by each digest that they lead to. keys: None for all."""
         found: dict[str, list[tuple[int, KnownPrefix]]] = {}
-        for key, known in self._prefixes.items():
+        for key in self._prefixes if keys is None else keys:
+            if (known := self._prefixes.get(key)) is None:
+                continue
             for digest in filter(None, (known.digest, known.answer)):
                 found.setdefault(digest, []).append((key, known))
         return found
@@ -79,6 +81,17 @@ class KnownPrefixes:
         """Remember the entry after the answer to the turn behind a key."""
         if (known := self._prefixes.get(key)) is not None:
             self._prefixes[key] = replace(known, answer=entry.digest, answer_tokens=entry.num_tokens)
+
+    def last_of(self, keys: ConversationKeys) -> CacheEntry | None:
+        """Return the entry from which the next turn of a conversation would go on; None if none is stored.
+
+        Args:
+            keys: The keys of its last prompt, which is answered.
+        """
+        for known in filter(None, map(self._prefixes.get, keys.turns)):
+            if (entry := self._find(known.answer) or self._find(known.digest)) is not None:
+                return entry
+        return None
 
     # On any thread.
 
