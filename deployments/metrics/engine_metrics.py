@@ -394,7 +394,7 @@ CACHE_METRICS = (
         "counter",
         "",
         "Those of the fetched snapshots that no prompt waited for, by purpose: `drain`, from a node that left; "
-        "`warm_up`, what prompts share, after this node had joined.",
+        "`warm_up`, what prompts share, after this node had joined; `replica`, copies (prefix_cache.replicate).",
         engine_values(_taken_over("taken_over")),
         ("purpose",),
     ),
