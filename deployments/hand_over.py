@@ -23,8 +23,8 @@ log = logging.getLogger("ray.serve")
 MAX_SNAPSHOTS = 512
 """The most snapshots that a node hands over; each brings its ancestors along."""
 
-MARGIN_S = 5.0
-"""Time beyond the deadline for the engines to answer."""
+MARGIN_S = 10.0
+"""Time beyond the deadline for the engines to answer: they end the running step first."""
 
 MAX_SHARED, NUM_NEIGHBOURS = 8, 3
 """The most shared prefixes that each of so many nodes is asked for by one that has joined."""

@@ -70,6 +70,7 @@ class SnapshotTakeOver:
         self._is_idle = is_idle
         self._is_leaving = is_leaving
         self._turn = asyncio.Lock()
+        self._num_urgent = 0  # take-overs of nodes that leave, for which all others stop
         self._warming: asyncio.Task[None] | None = None
         self._num_files: Counter[str] = Counter()  # by Purpose
         self._num_bytes: Counter[str] = Counter()
@@ -146,20 +147,24 @@ class SnapshotTakeOver:
         if self._is_leaving():
             self._refused["draining"] += len(snapshots)
             return TakenOver(len(snapshots), refused={"draining": len(snapshots)})
-        until_s = time.monotonic() + timeout_s
-        taking = Taking(
-            self._thread, self._exchange(), address, until_s, lambda: may_go_on() and not self._is_leaving()
-        )
+        until_s, is_urgent = time.monotonic() + timeout_s, purpose == "drain"
+
+        def goes_on() -> bool:
+            return may_go_on() and not self._is_leaving() and (is_urgent or not self._num_urgent)
+
+        taking = Taking(self._thread, self._exchange(), address, until_s, goes_on)
+        self._num_urgent += is_urgent
         try:
             async with asyncio.timeout(timeout_s):
                 await self._turn.acquire()
-        except TimeoutError:
-            taking.refused["deadline"] += len(snapshots)
-        else:
             try:
                 await taking.take_all(snapshots)
             finally:
                 self._turn.release()
+        except TimeoutError:
+            taking.refused["deadline"] += len(snapshots)
+        finally:
+            self._num_urgent -= is_urgent
         taken = TakenOver(
             len(snapshots),
             taking.num_taken,
@@ -213,7 +218,7 @@ class SnapshotTakeOver:
         try:
             until_s, left = time.monotonic() + WARM_FOR_S, self._bounded(sources)
             while left and time.monotonic() < until_s:
-                if not self._is_idle():
+                if not self._is_idle() or self._num_urgent:
                     await asyncio.sleep(LOOK_S)
                     continue
                 address, snapshot = left[0]
@@ -280,35 +285,43 @@ class Taking:
         self.refused: Counter[str] = Counter()
 
     async def take_all(self, snapshots: Sequence[MovableSnapshot]) -> None:
-        """Take snapshots over, in their order. Raises EngineFailed."""
-        here = await self._thread.call(lambda core: core.movable.densities())
-        hopeless: NotTaken | None = None
-        for snapshot in snapshots:
-            reason = hopeless or await self._take(snapshot, here)
-            if reason is None:
-                self.num_taken += 1
-                continue
-            self.refused[reason] += 1
-            if reason in (*HOPELESS, "deadline", "stopped"):
-                hopeless = reason
+        """Take snapshots over, in their order, while the engine's thread works; it is waited for at both ends alone.
 
-    async def _take(self, snapshot: MovableSnapshot, here: Mapping[str, float]) -> NotTaken | None:
-        """Take a snapshot over; return why it is not here."""
-        if self._until_s <= time.monotonic():
-            return "deadline"
-        fetched = Fetched(None) if snapshot.digest in here else await self._fetched(snapshot, here)
-        self.num_files += fetched.num_snapshots
-        self.num_bytes += fetched.num_bytes
-        last = snapshot.digest if fetched.failure is None else fetched.last
-        is_here = await self._thread.call(lambda core: core.movable.arrived(snapshot, last))
-        if is_here:
-            return None
+        Raises:
+            EngineFailed: The engine is not ready.
+        """
+        here, densities = await self._thread.call(
+            lambda core: (core.movable.densities(), [core.movable.density(one) for one in snapshots])
+        )
+        adopting, stopped = list[tuple[Fetched, asyncio.Future[bool]]](), None
+        for snapshot, density in zip(snapshots, densities, strict=True):
+            if stopped is None and self._until_s <= time.monotonic():
+                stopped = "deadline"
+            if stopped is not None:
+                self.refused[stopped] += 1
+                continue
+            is_here = snapshot.digest in here
+            fetched = Fetched(None) if is_here else await self._fetched(snapshot, here, density)
+            self.num_files += fetched.num_snapshots
+            self.num_bytes += fetched.num_bytes
+            last = snapshot.digest if fetched.failure is None else fetched.last
+            adopted = self._thread.call(partial(_adopted, snapshot=snapshot, last=last))
+            adopting.append((fetched, asyncio.ensure_future(adopted)))
+            if fetched.failure in (*HOPELESS, "stopped"):
+                stopped = self._reason(fetched)
+        for fetched, adopted in adopting:
+            if await adopted:
+                self.num_taken += 1
+            else:
+                self.refused[self._reason(fetched)] += 1
+
+    def _reason(self, fetched: Fetched) -> NotTaken:
+        """Return why a snapshot is not here."""
         if fetched.failure == "stopped" and self._until_s <= time.monotonic():
             return "deadline"
-        return fetched.failure or "gone"  # the file that has just arrived was evicted
+        return fetched.failure or "gone"  # the file that has arrived was evicted
 
-    async def _fetched(self, snapshot: MovableSnapshot, here: Mapping[str, float]) -> Fetched:
-        density = await self._thread.call(lambda core: core.movable.density(snapshot))
+    async def _fetched(self, snapshot: MovableSnapshot, here: Mapping[str, float], density: float) -> Fetched:
         used_ns = time.time_ns() - int(1e9 * snapshot.idle_s)
         standing = Standing(used_ns, partial(_is_spared, here=here, density=density))
         patient_until_s = min(self._until_s, time.monotonic() + BUSY_FOR_S)
@@ -328,6 +341,10 @@ class Taking:
         finally:
             fetch.stop()  # without an effect on one that has ended
         return await asyncio.shield(done)
+
+
+def _adopted(core: EngineCore, snapshot: MovableSnapshot, last: str) -> bool:
+    return core.movable.arrived(snapshot, last)
 
 
 def _is_spared(file: StoredFile, here: Mapping[str, float], density: float) -> bool:
