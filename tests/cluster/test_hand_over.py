@@ -81,6 +81,9 @@ def test_the_next_turn_after_a_machine_has_left_is_a_hit_at_the_other_one(two: t
 
 def test_a_machine_that_joins_warms_itself_by_what_prompts_share(two: tuple[Member, Member]):
     near, far = two
+    for number in range(2):
+        talk = [{"role": "system", "content": SYSTEM.replace("apple", "plum")}]
+        turn(near, talk, f"{number}: {STORY} What is {number} + 30?")
     join(far, near)
     _, far_id = ids_of(near)
     wait_until(lambda: fetch_of(near, far_id)["taken_over"].get("warm_up", 0) > 0, READY_S)
