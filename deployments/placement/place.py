@@ -136,8 +136,8 @@ class Placement:
         """
         keys = ConversationKeys(snapshot.key, snapshot.key)
         question = Question("", keys, snapshot.num_tokens, has_images=snapshot.has_images)
-        sharing = {node_id for node_id, address in self.addresses.items() if address}
-        ranked = self._ranked(question, 1, {*without, *(self.node_ids - sharing)})
+        alone = {node_id for node_id, address in self.addresses.items() if not address}
+        ranked = self._ranked(question, 1, {*without, *alone})
         return ranked[0] if ranked else None
 
     def neighbours(self, node_id: str, num_nodes: int) -> list[str]:

@@ -77,7 +77,10 @@ class SnapshotExchange:
             fetched_bytes=fetched["fetched_bytes"],
             fetched_s=1e-6 * fetched["fetched_us"],
             failures=self.client.failures(),
-            **served,
+            num_served=served["num_served"],
+            served_bytes=served["served_bytes"],
+            num_refused=served["num_refused"],
+            num_connections=served["num_connections"],
         )
 
     def close(self) -> None:
