@@ -1,4 +1,4 @@
-"""Leave the cluster: move the answers of this machine to the others, then stop its Ray."""
+"""Leave the cluster: move the answers and the snapshots of this machine to the others, then stop its Ray."""
 
 import argparse
 import os
@@ -7,7 +7,8 @@ import time
 from deployments.cluster.folder import ClusterFolder, FolderError
 from deployments.cluster.membership import Membership, forget_membership, read_membership
 from deployments.cluster.ray_node import end_session
-from deployments.commands.connection import KEY_VARIABLE, Connection, Refused, Unreachable
+from deployments.commands.connection import KEY_VARIABLE, TIMEOUT_S, Connection, Refused, Unreachable
+from deployments.commands.drain import DEADLINE_S, add_deadline, drain
 from deployments.commands.output import CommandError, say
 
 IN_FLIGHT_S = 30.0
@@ -18,6 +19,7 @@ POLL_S = 0.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
     parser.add_argument("--force", action="store_true", help="stop Ray also if the answers cannot be moved")
+    add_deadline(parser)
     parser.add_argument("--key", help=f"administrative API key; default: the variable {KEY_VARIABLE}")
 
 
@@ -31,7 +33,9 @@ def run(options: argparse.Namespace) -> int:
     if member is None:
         raise CommandError("this machine belongs to no cluster, or its Ray has ended")
     try:
-        _drain(Connection(member.url, options.key or os.environ.get(KEY_VARIABLE)), member)
+        timeout_s = TIMEOUT_S + (options.deadline or DEADLINE_S)
+        server = Connection(member.url, options.key or os.environ.get(KEY_VARIABLE), timeout_s)
+        _drain(server, member, options.deadline)
     except (Unreachable, Refused) as error:
         if not options.force:
             raise CommandError(f"the answers cannot be moved: {error}. `orchard leave --force` ends them") from None
@@ -42,12 +46,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _drain(server: Connection, member: Membership) -> None:
-    """Move the answers away, and wait for those that go through this machine's ingress. Raises Unreachable, Refused."""
+def _drain(server: Connection, member: Membership, deadline_s: float | None) -> None:
+    """Move answers and snapshots away, and wait for answers that go through this machine's ingress.
+
+    Raises Unreachable, Refused.
+    """
     node_id = member.node_id()
     if node_id is None:
         return  # Ray has ended meanwhile
-    server.post(f"/v1/nodes/{node_id}/drain", {})
+    say(drain(server, node_id, deadline_s))
     deadline = time.monotonic() + IN_FLIGHT_S
     while (num_left := _num_in_flight(server, node_id)) and time.monotonic() < deadline:
         time.sleep(POLL_S)

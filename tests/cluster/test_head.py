@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -93,13 +94,20 @@ class Command:
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[tuple[Member, Member]]:
+    with two_members(CONFIG) as both:
+        yield both
+
+
+@contextmanager
+def two_members(config: str) -> Iterator[tuple[Member, Member]]:
+    """Two machines, with a configuration for the first one to serve."""
     if (reason := why_there_are_none()) is not None:
         if os.environ.get("ORCHARD_NAMESPACES") == "required":
             pytest.fail(reason)
         pytest.skip(reason)
     Path("/tmp/ray").mkdir(exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix="orh-", dir="/tmp"))
-    (directory / "config.yaml").write_text(CONFIG)
+    (directory / "config.yaml").write_text(config)
     try:
         with machines(2) as (near, far):
             yield Member(near, directory), Member(far, directory)
