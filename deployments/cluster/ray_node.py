@@ -51,11 +51,18 @@ class NodeOptions:
     """ADDRESS:PORT of the head's GCS; None: this machine is the head."""
     dashboard: bool = False
     """Whether the head has Ray's dashboard."""
+    is_beside: bool = False
+    """Whether the head runs beside the Ray of a member on this machine, which has the engine: it then only leads."""
     secret_options: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def ports(self) -> Mapping[str, int]:
+        """Option of `ray start` to port."""
+        return ports.BESIDE if self.is_beside else ports.NODE
 
     def command(self) -> list[str]:
         """Return the command that starts it."""
-        numbers = dict(ports.NODE)
+        numbers = dict(self.ports)
         if self.head_address is None:
             numbers |= {"port": ports.GCS, **ports.HEAD_ONLY}
             own = ["--head", f"--include-dashboard={str(self.dashboard).lower()}", "--dashboard-host=127.0.0.1"]
@@ -69,6 +76,7 @@ class NodeOptions:
             *(f"--{name}={port}" for name, port in numbers.items()),
             f"--resources={json.dumps(dict(self.resources))}",
             f"--object-store-memory={self.object_store_bytes}",
+            *(["--num-cpus=0"] if self.is_beside else ()),
             *self.secret_options,
             "--block",
         ]

@@ -1,0 +1,29 @@
+"""drain_member: moves the answers of this machine to the others before its Ray ends."""
+
+import time
+
+from deployments.cluster.membership import Membership
+from deployments.commands.connection import Connection
+from deployments.commands.output import say
+
+IN_FLIGHT_S = 30.0
+"""Time for the answers that clients read through this machine to end, which their engine's move does not do."""
+POLL_S = 0.5
+
+
+def drain_member(server: Connection, member: Membership) -> None:
+    """Move the answers away, and wait for those that go through this machine's ingress. Raises Unreachable, Refused."""
+    node_id = member.node_id()
+    if node_id is None:
+        return  # Ray has ended meanwhile
+    server.post(f"/v1/nodes/{node_id}/drain", {})
+    deadline = time.monotonic() + IN_FLIGHT_S
+    while (num_left := _num_in_flight(server, node_id)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    if num_left:
+        say(f"{num_left} answers that clients read through this machine have not ended within {IN_FLIGHT_S:g} s.")
+
+
+def _num_in_flight(server: Connection, node_id: str) -> int:
+    ingresses = server.status()["ingress"]
+    return sum(ingress["num_in_flight"] for ingress in ingresses if ingress["node_id"] == node_id)

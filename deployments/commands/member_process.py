@@ -1,0 +1,221 @@
+"""The member process: belongs to a machine that has joined a cluster, from `orchard join` to `orchard leave`.
+
+Run as `python -m deployments.commands.member_process`, with MemberSettings as JSON on its standard input. It starts
+Ray, relays it to the head, copies the head's log, and tells the other machines which one is the head. With
+`alone_after_s` it ends Ray when the head has been silent for so long, and serves alone until the head answers again.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import psutil
+
+from deployments.cluster import ports
+from deployments.cluster.folder import ClusterFolder, FolderError
+from deployments.cluster.head_watch import HEAD_PATH, HeadWatch
+from deployments.cluster.headship import Headship
+from deployments.cluster.members import Report
+from deployments.cluster.membership import Membership, read_membership, write_membership
+from deployments.cluster.proof_server import ProofServer
+from deployments.cluster.ray_node import NodeOptions, RayFailed, RayNode
+from deployments.cluster.relay import GcsRelay
+from deployments.commands.alone import AloneServer, note_of_ray
+from deployments.commands.connection import KEY_VARIABLE, Connection
+from deployments.commands.leaving import drain_member
+from deployments.commands.output import CommandError, say
+
+OUTPUT = "member.log"
+TICK_S = 2.0
+ALONE_TICK_S = 5.0
+END_S = 60.0
+"""Time for the member process to end Ray, or the server that it has started."""
+FAILED = 1
+
+
+@dataclass(frozen=True)
+class MemberSettings:
+    """The facts that the process is started with."""
+
+    head: str
+    """HOST[:PORT] as it was given to `orchard join`."""
+    gcs: str
+    """ADDRESS:PORT of the head's GCS."""
+    term: int
+    """Of the head."""
+    address: str
+    """Address of this machine."""
+    url: str
+    """URL of the server on this machine."""
+    resources: dict[str, float]
+    object_store_bytes: int
+    alone_after_s: float | None = None
+    ray_environ: dict[str, str] = field(default_factory=dict, repr=False)
+    """Environment variables of Ray, beside those of this process."""
+
+
+class MemberProcess:
+    """The process. `run` returns when it is to end."""
+
+    def __init__(self, settings: MemberSettings, folder: ClusterFolder):
+        """Bind the ports. Raises OSError, FolderError."""
+        self._settings = settings
+        self._folder = folder
+        self._joined_s = time.time()
+        self._membership: Membership | None = None
+        self._node_id = ""
+        self._stop = threading.Event()
+        token = folder.token()
+        head = Headship(settings.gcs.rpartition(":")[0], settings.term)
+        self._relay = GcsRelay(settings.address, ports.RELAY, (head.address, ports.GCS))
+        self._watch = HeadWatch(folder, token, head, self._report, self._on_new_head)
+        self._server = ProofServer(settings.address, ports.MEMBER, token, {HEAD_PATH: self._watch.answer})
+        self._ray = self._new_ray()
+        self._alone: AloneServer | None = None
+
+    def run(self) -> None:
+        """Start Ray, and watch the head until `end`. Raises RayFailed, FolderError."""
+        self._server.start()
+        try:
+            self._start_ray()
+            while not self._stop.wait(ALONE_TICK_S if self._alone else TICK_S):
+                try:
+                    self._tick()
+                except (FolderError, OSError, RayFailed) as problem:
+                    _log(f"{type(problem).__name__}: {problem}")
+        finally:
+            self._server.stop()
+            if self._alone is not None:
+                self._alone.stop()
+            self._ray.stop()
+            self._relay.stop()
+
+    def end(self) -> None:
+        """Let `run` return."""
+        self._stop.set()
+
+    def _tick(self) -> None:
+        is_answered = self._watch.tick()
+        limit = self._settings.alone_after_s
+        if self._alone is not None:
+            if is_answered:
+                self._join_again()
+            elif self._alone.has_ended:
+                _log("The server that serves alone has ended; it is started again.")
+                self._alone.start()
+        elif self._ray.has_ended:
+            _log("Ray has ended on this machine; `orchard join` starts it again.")
+            self.end()
+        elif limit is not None and self._watch.silent_s > limit:
+            self._serve_alone()
+
+    def _start_ray(self) -> None:
+        self._ray = self._new_ray()
+        self._ray.start()
+        write_membership(self._folder, self._ray.pid, self._settings.head, self._settings.url, os.getpid())
+        self._membership, self._node_id = read_membership(self._folder), ""
+
+    def _new_ray(self) -> RayNode:
+        settings = self._settings
+        options = NodeOptions(
+            settings.address, settings.resources, settings.object_store_bytes, f"{settings.address}:{ports.RELAY}"
+        )
+        return RayNode(options, {**os.environ, **settings.ray_environ}, self._folder.ray_output)
+
+    def _serve_alone(self) -> None:
+        _log(f"The head has been silent for {self._watch.silent_s:.0f} s: this machine leaves, and serves alone.")
+        member = self._membership
+        if member is not None:
+            try:
+                drain_member(Connection(member.url, os.environ.get(KEY_VARIABLE)), member)
+            except CommandError as error:
+                _log(f"The answers were not moved: {error}")
+        self._ray.stop()
+        note_of_ray(os.environ).unlink(missing_ok=True)  # else the server takes the relay for a running cluster
+        write_membership(self._folder, 0, self._settings.head, self._settings.url, os.getpid())
+        self._membership, self._node_id = None, ""
+        self._alone = AloneServer(self._folder)
+        self._alone.start()
+
+    def _join_again(self) -> None:
+        assert self._alone is not None
+        _log("The head answers again: this machine joins it.")
+        self._alone.stop()
+        try:
+            self._start_ray()
+        except RayFailed:
+            self._alone.start()
+            raise
+        self._alone = None
+
+    def _report(self) -> Report:
+        if not self._node_id and self._membership is not None:
+            self._node_id = self._membership.node_id() or ""
+        return Report(self._settings.address, self._node_id, self._joined_s, None)
+
+    def _on_new_head(self, headship: Headship) -> None:
+        _log(f"The head is now {headship.address} (term {headship.term}).")
+        self._relay.connect_to((headship.address, ports.GCS))
+
+
+def start_agent(settings: MemberSettings, folder: ClusterFolder) -> "subprocess.Popen[str]":
+    """Start the process; it outlives this one."""
+    with (folder.path / OUTPUT).open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deployments.commands.member_process"],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(asdict(settings)) + "\n")
+    process.stdin.close()
+    return process
+
+
+def end_agent(member: Membership) -> None:
+    """End the process, and with it Ray or the server on this machine."""
+    if not member.has_agent:
+        return
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(member.agent_pid)
+        process.terminate()
+        try:
+            process.wait(END_S)
+        except psutil.TimeoutExpired:
+            process.kill()
+
+
+def _log(text: str) -> None:
+    say(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+
+
+def main() -> int:
+    """Run the process; return the exit status."""
+    fields: dict[str, Any] = json.loads(sys.stdin.readline())
+    try:
+        member = MemberProcess(MemberSettings(**fields), ClusterFolder())
+    except (OSError, FolderError) as problem:
+        say(f"The member process cannot start: {problem}")
+        return FAILED
+    signal.signal(signal.SIGTERM, lambda signum, frame: member.end())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        member.run()
+    except (RayFailed, FolderError) as problem:
+        say(str(problem))
+        return FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

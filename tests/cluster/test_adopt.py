@@ -1,0 +1,60 @@
+"""The head of a cluster is killed for good: a member takes the cluster over, and the others go on."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.conftest import wait_until
+from tests.cluster.test_head import BACK_S, PAUSE_S, READY_S, Load, Member, members, serve, token_of
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.night("deployments/cluster/test_log_copy.py and deployments/serve_run/test_adoption.py, without Ray"),
+]
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[list[Member]]:
+    with members(3) as made:
+        yield made
+
+
+def has_copy(member: Member) -> bool:
+    return (member.home / ".orchard" / "cluster" / "gcs.copy").exists()
+
+
+def join(member: Member, head: Member, *more: str) -> None:
+    joined = member.orchard("join", head.machine.address, "--token", token_of(head), *more)
+    assert joined.wait() == 0, joined.output[-4000:]
+
+
+def test_a_member_takes_over_and_the_third_machine_never_stops(three: list[Member]):
+    old, new, other = three
+    serve(old).wait_for("orchard join")
+    for member in (new, other):
+        join(member, old)
+    wait_until(lambda: has_copy(new) and has_copy(other) and new.num_engines() == 3, READY_S)
+    refused = new.orchard("serve", "--cluster", "--adopt")
+    assert refused.wait() == 1 and f"the head at {old.machine.address} answers" in refused.output
+    before = [new.pids(), other.pids()]
+    with Load(new.node) as at_new, Load(other.node) as at_other:
+        time.sleep(PAUSE_S)
+        old.machine.end_processes()
+        time.sleep(15)
+        adopted_at = time.monotonic()
+        adopting = new.orchard("serve", "--cluster", "--adopt", "--no-dashboard")
+        adopting.wait_for("Orchard is ready", BACK_S)
+        ready_s = time.monotonic() - adopted_at
+        wait_until(lambda: other.num_engines() == new.num_engines() == 2, READY_S, lambda: adopting.output[-4000:])
+        settled_s = time.monotonic() - adopted_at
+        time.sleep(10)
+    assert "it goes on" in adopting.output
+    assert [new.pids(), other.pids()] == before
+    answers = at_new.answers + at_other.answers
+    assert [answer.error for answer in answers] == [None] * len(answers)
+    assert {answer.status for answer in answers} == {200}
+    print(  # noqa: T201
+        f"ready {ready_s:.0f} s after the command, both engines known after {settled_s:.0f} s; {len(answers)} answers "
+        f"at both machines, the slowest in {max(answer.seconds for answer in answers):.1f} s"
+    )
