@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployments.cluster import ports
-from deployments.cluster.facts import Facts
+from deployments.cluster.comparison import Line, Link, compare
+from deployments.cluster.facts import Facts, read_facts
 from deployments.cluster.join_server import FACTS_PATH, TRANSFER_BYTES, TRANSFER_PATH
 from deployments.cluster.proof_client import TIMEOUT_S, NoAnswer, NotOfCluster, ProofClient
 
@@ -86,3 +87,20 @@ class HeadClient:
             ) from None
         except NotOfCluster as refused:
             raise HeadRefused(str(refused)) from None
+
+
+def compare_with_head(head: HeadClient, answer: HeadAnswer, address: str) -> list[Line]:
+    """Compare this machine with the head; return one line for each thing that is compared.
+
+    Args:
+        head: The head.
+        answer: Its facts.
+        address: Address of this machine, for Ray.
+
+    Raises:
+        HeadRefused: The head does not answer.
+    """
+    own = read_facts((checkpoint.model, checkpoint.revision) for checkpoint in answer.facts.checkpoints)
+    host = answer.gcs.rpartition(":")[0]
+    link = Link(answer.clock_difference_s, head.bytes_per_s(), address, answer.seen_address, host)
+    return compare(answer.facts, own, link)

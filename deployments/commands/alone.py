@@ -36,9 +36,11 @@ class AloneServer:
         """Start it, and do not wait. Raises FolderError: the head's configuration is not known."""
         file = self._folder.path / CONFIG
         self._folder.write(file, json.dumps(on_loopback(shared_config(self._folder)), indent=2) + "\n")
-        orchard = str(Path(sys.executable).parent / "orchard")
-        command = [orchard, "serve", "--config", str(file), "--no-dashboard"]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._process = subprocess.Popen(self.command(file), stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def command(self, config: Path) -> list[str]:
+        """Return the command of the server with a configuration."""
+        return [str(Path(sys.executable).parent / "orchard"), "serve", "--config", str(config), "--no-dashboard"]
 
     def stop(self) -> None:
         """End it; running answers get the time that they get at any stop."""

@@ -7,10 +7,9 @@ import sys
 import time
 from typing import Any
 
-from deployments.cluster.comparison import Line, Link, compare
-from deployments.cluster.facts import read_facts
+from deployments.cluster.comparison import Line
 from deployments.cluster.folder import HEAD_LOCK, ClusterFolder, FolderError
-from deployments.cluster.join_client import HeadAnswer, HeadClient, HeadRefused
+from deployments.cluster.join_client import HeadAnswer, HeadClient, HeadRefused, compare_with_head
 from deployments.cluster.membership import Membership, read_membership
 from deployments.cluster.own_address import NoAddress, own_address
 from deployments.cluster.ray_node import contradiction_in, set_variables
@@ -67,7 +66,8 @@ def run(options: argparse.Namespace) -> int:
         token = _token(options.token, folder)
         head = HeadClient(options.head, token)
         answer = head.facts()
-        lines = _compare(head, answer, options)
+        address = own_address(options.interface) if options.interface else answer.own_address
+        lines = compare_with_head(head, answer, address)
     except (FolderError, HeadRefused, NoAddress) as error:
         raise CommandError(str(error)) from None
     _show(lines, options.json)
@@ -76,7 +76,6 @@ def run(options: argparse.Namespace) -> int:
         return REFUSED
     if options.check:
         return 0
-    address = own_address(options.interface) if options.interface else answer.own_address
     _start(folder, token, answer, address, options)
     member = read_membership(folder)
     if member is None:
@@ -91,15 +90,6 @@ def _token(given: str | None, folder: ClusterFolder) -> str:
     if not folder.token_file.exists():
         raise CommandError("give the token that the head has printed, by --token")
     return folder.token()
-
-
-def _compare(head: HeadClient, answer: HeadAnswer, options: argparse.Namespace) -> list[Line]:
-    own = read_facts((checkpoint.model, checkpoint.revision) for checkpoint in answer.facts.checkpoints)
-    address = own_address(options.interface) if options.interface else answer.own_address
-    link = Link(
-        answer.clock_difference_s, head.bytes_per_s(), address, answer.seen_address, answer.gcs.rpartition(":")[0]
-    )
-    return compare(answer.facts, own, link)
 
 
 def _show(lines: list[Line], as_json: bool) -> None:
@@ -163,7 +153,9 @@ def _await_engine(member: Membership, key: str | None) -> int:
     server, deadline, alone_since = Connection(member.url, key), time.monotonic() + READY_S, None
     while time.monotonic() < deadline:
         if not member.is_running:
-            raise CommandError("Ray has ended on this machine; `orchard join` starts it again")
+            raise CommandError(
+                "Ray has ended on this machine; see `orchard nodes`, or run `orchard leave` and `orchard join`"
+            )
         try:
             status = server.status()
         except Unreachable:

@@ -20,8 +20,9 @@ import psutil
 
 from deployments.cluster import ports
 from deployments.cluster.folder import ClusterFolder, FolderError
-from deployments.cluster.head_watch import HEAD_PATH, HeadWatch
+from deployments.cluster.head_watch import ASK_S, HEAD_PATH, HeadWatch
 from deployments.cluster.headship import Headship
+from deployments.cluster.join_client import HeadClient, HeadRefused, compare_with_head
 from deployments.cluster.members import Report
 from deployments.cluster.membership import Membership, read_membership, write_membership
 from deployments.cluster.proof_server import ProofServer
@@ -35,6 +36,8 @@ from deployments.commands.output import CommandError, say
 OUTPUT = "member.log"
 TICK_S = 2.0
 ALONE_TICK_S = 5.0
+AGAIN_S = 30.0
+"""Pause between two attempts to join again."""
 END_S = 60.0
 """Time for the member process to end Ray, or the server that it has started."""
 FAILED = 1
@@ -71,6 +74,7 @@ class MemberProcess:
         self._joined_s = time.time()
         self._membership: Membership | None = None
         self._node_id = ""
+        self._again_at = 0.0
         self._stop = threading.Event()
         token = folder.token()
         head = Headship(settings.gcs.rpartition(":")[0], settings.term)
@@ -104,16 +108,15 @@ class MemberProcess:
     def _tick(self) -> None:
         is_answered = self._watch.tick()
         limit = self._settings.alone_after_s
-        if self._alone is not None:
-            if is_answered:
-                self._join_again()
-            elif self._alone.has_ended:
-                _log("The server that serves alone has ended; it is started again.")
-                self._alone.start()
-        elif self._ray.has_ended:
-            _log("Ray has ended on this machine; `orchard join` starts it again.")
-            self.end()
-        elif limit is not None and self._watch.silent_s > limit:
+        if self._alone is None and self._ray.has_ended and self._membership is not None:
+            _log("Ray has ended on this machine. It is started again while the head answers.")
+            self._membership, self._node_id = None, ""
+        if self._membership is None and is_answered:
+            self._join_again()
+        elif self._alone is not None and self._alone.has_ended:
+            _log("The server that serves alone has ended; it is started again.")
+            self._alone.start()
+        elif self._alone is None and limit is not None and self._watch.silent_s > limit:
             self._serve_alone()
 
     def _start_ray(self) -> None:
@@ -145,15 +148,32 @@ class MemberProcess:
         self._alone.start()
 
     def _join_again(self) -> None:
-        assert self._alone is not None
-        _log("The head answers again: this machine joins it.")
-        self._alone.stop()
+        """Start Ray again if this machine still agrees with the head. Raises RayFailed, FolderError."""
+        if time.monotonic() < self._again_at:
+            return
+        self._again_at = time.monotonic() + AGAIN_S
+        if (difference := self._difference()) is not None:
+            _log(f"This machine does not join again: {difference}")
+            return
+        _log("The head answers: this machine joins it again.")
+        if self._alone is not None:
+            self._alone.stop()
         try:
             self._start_ray()
         except RayFailed:
-            self._alone.start()
+            if self._alone is not None:
+                self._alone.start()
             raise
         self._alone = None
+
+    def _difference(self) -> str | None:
+        """Return why this machine may not join the head; None if it may."""
+        head = HeadClient(self._watch.headship.address, self._folder.token(), ASK_S)
+        try:
+            lines = compare_with_head(head, head.facts(), self._settings.address)
+        except HeadRefused as refused:
+            return str(refused)
+        return "; ".join(f"{line.name}: {line.text}" for line in lines if not line.is_green) or None
 
     def _report(self) -> Report:
         if not self._node_id and self._membership is not None:

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.conftest import wait_until
-from tests.cluster.test_head import BACK_S, PAUSE_S, READY_S, Load, Member, members, serve, token_of
+from tests.cluster.test_head import BACK_S, PAUSE_S, PORT, READY_S, Load, Member, members, serve, token_of
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.night("deployments/cluster/test_log_copy.py and deployments/serve_run/test_adoption.py, without Ray"),
 ]
+
+
+URL = f"http://127.0.0.1:{PORT}"
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +61,42 @@ def test_a_member_takes_over_and_the_third_machine_never_stops(three: list[Membe
         f"ready {ready_s:.0f} s after the command, both engines known after {settled_s:.0f} s; {len(answers)} answers "
         f"at both machines, the slowest in {max(answer.seconds for answer in answers):.1f} s"
     )
+
+
+def test_the_old_head_comes_back_and_does_not_split_the_cluster(three: list[Member]):
+    old, new, other = three
+    before = [new.pids(), other.pids()]
+    again = serve(old)
+    assert again.wait() == 1
+    said = f"{new.machine.address} has taken over the cluster of this machine, which is no longer its head."
+    assert said in again.output and f"orchard join {new.machine.address}" in again.output
+    print(again.output)  # noqa: T201
+    wait_until(lambda: not old.machine.pids(), READY_S)
+    join(old, new)
+    wait_until(lambda: [one.num_engines() for one in three] == [3] * 3, READY_S)
+    assert [new.pids(), other.pids()] == before
+    shown = other.orchard("nodes", "--url", URL)
+    assert shown.wait() == 0
+    assert f"head {new.machine.address}, heard" in shown.output and "copies of its log: " in shown.output, shown.output
+    wait_until(lambda: (old.home / ".orchard" / "cluster" / "gcs.copy").exists(), READY_S)
+
+
+def test_a_head_that_is_cut_off_while_another_one_takes_over_ends_and_its_machine_joins_again(three: list[Member]):
+    third, cut, new = three
+    before = [third.pids(), new.pids()]
+    cut.machine.pull_the_cable()
+    time.sleep(15)
+    with Load(third.node) as at_third:
+        adopting = new.orchard("serve", "--cluster", "--adopt", "--no-dashboard")
+        adopting.wait_for("Orchard is ready", BACK_S)
+        wait_until(lambda: third.num_engines() == 2, READY_S)
+        assert cut.node.ask([{"role": "user", "content": "Cut off?"}]).result(timeout=120).status == 200
+        cut.machine.plug_the_cable()
+        adopting.wait_for(f"{cut.machine.address}, the head before this one, has come back", READY_S)
+        wait_until(lambda: third.num_engines() == cut.num_engines() == 3, BACK_S, lambda: log_of(cut))
+    assert [third.pids(), new.pids()] == before
+    assert {(answer.status, answer.error is None) for answer in at_third.answers} == {(200, True)}
+
+
+def log_of(member: Member) -> str:
+    return (member.home / ".orchard" / "cluster" / "member.log").read_text()
