@@ -21,6 +21,7 @@ class HeadService:
     Args:
         folder: Of this machine.
         headship: This machine as the head.
+        cluster: Id of the cluster; a new one of the same machine and token has another one.
         shared: Returns what another machine needs to become the head: a JSON object.
         on_adopted: Called with the headship of a machine that has taken the cluster over.
     """
@@ -29,10 +30,12 @@ class HeadService:
         self,
         folder: ClusterFolder,
         headship: Headship,
+        cluster: str,
         shared: Callable[[], dict[str, Any]],
         on_adopted: Callable[[Headship], None],
     ):
         self._headship = headship
+        self._cluster = cluster
         self._shared = shared
         self._on_adopted = on_adopted
         self._members = Members(folder, headship.address)
@@ -77,6 +80,8 @@ class HeadService:
             headship = Headship(question.fields["by"], int(question.fields["term"]))
         except KeyError as missing:
             raise BadQuestion(f"no {missing}") from None
+        if (cluster := question.fields.get("cluster", "")) != self._cluster:
+            raise BadQuestion(f"this head is that of cluster {self._cluster}, not of {cluster}")
         if headship.term <= self._headship.term:
             raise BadQuestion(f"term {headship.term} is not above {self._headship.term}, that of this head")
         self._on_adopted(headship)

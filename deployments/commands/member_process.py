@@ -222,10 +222,14 @@ def _log(text: str) -> None:
 def main() -> int:
     """Run the process; return the exit status."""
     fields: dict[str, Any] = json.loads(sys.stdin.readline())
+    settings = MemberSettings(**fields)
     try:
-        member = MemberProcess(MemberSettings(**fields), ClusterFolder())
-    except (OSError, FolderError) as problem:
-        say(f"The member process cannot start: {problem}")
+        member = MemberProcess(settings, ClusterFolder())
+    except FolderError as problem:
+        say(str(problem))
+        return FAILED
+    except OSError as problem:
+        say(f"Ports {ports.RELAY} and {ports.MEMBER} of {settings.address} cannot be used: {problem}")
         return FAILED
     signal.signal(signal.SIGTERM, lambda signum, frame: member.end())
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -179,11 +179,18 @@ def _replaced(headship: Headship) -> str:
     )
 
 
-def tell_replaced(addresses: list[str], own: Headship, token: str) -> list[str]:
-    """Tell heads that were replaced, if they answer; return the addresses of those that end now."""
+def tell_replaced(addresses: list[str], own: Headship, cluster: str, token: str) -> list[str]:
+    """Tell heads that were replaced, if they answer; return the addresses of those that end now.
+
+    Args:
+        addresses: Of machines that were heads before.
+        own: This machine as the head.
+        cluster: Id of the cluster.
+        token: Of the cluster.
+    """
     ended = []
     for address in addresses:
-        path = f"{ADOPTED_PATH}?{urlencode({'by': own.address, 'term': own.term})}"
+        path = f"{ADOPTED_PATH}?{urlencode({'by': own.address, 'term': own.term, 'cluster': cluster})}"
         with contextlib.suppress(NoAnswer, NotOfCluster):
             ProofClient(address, ports.JOIN, token, TELL_S).ask(path, MAX_TOLD_BYTES)
             ended.append(address)

@@ -5,6 +5,7 @@ again, the other machines, which wait for RECONNECT_S, belong to the same cluste
 """
 
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -146,8 +147,10 @@ class Head:
         if adoption is not None:
             take_over(self._folder, adoption)
             say(
-                f"This machine takes over the cluster of {adoption.old.address}, with the log of "
-                f"{age_text(adoption.copied_s)}. Its machines follow within seconds."
+                f"This machine takes over the cluster of {adoption.old.address}, whose log was copied "
+                f"{age_text(adoption.copied_s)}. The other machines follow within seconds. After this, the same "
+                "cluster goes on here by `orchard serve --cluster`, with the same MODEL or --config"
+                f"{f' {self._config.path}' if Path(self._config.path).is_file() else ''}."
             )
 
     @property
@@ -192,7 +195,9 @@ class Head:
     def answer_joins(self) -> None:
         """Answer machines that want to join, from now on. Raises CannotStart."""
         try:
-            self._service = HeadService(self._folder, self.headship, self._shared, self._on_adopted)
+            self._service = HeadService(
+                self._folder, self.headship, self._started["id"], self._shared, self._on_adopted
+            )
             self._joins = JoinServer(self._host, ports.JOIN, self.token, self._facts, self._service.answers())
         except OSError as error:
             raise CannotStart(
@@ -215,7 +220,7 @@ class Head:
         def tell() -> None:
             """Tell heads that this one has replaced, if they come back."""
             while (replaced := self._started.get("replaced")) and not self._is_stopping.wait(TELL_EVERY_S):
-                for address in tell_replaced(replaced, self.headship, self.token):
+                for address in tell_replaced(replaced, self.headship, self._started["id"], self.token):
                     say(f"{address}, the head before this one, has come back. It was told, and ends.")
 
         threading.Thread(target=look, name="watch-head", daemon=True).start()
@@ -286,6 +291,7 @@ class Head:
 
     def _note(self, application: Any) -> None:
         changed = {"address": self._host, "serve": self._serve_options(), "application": application}
+        changed["id"] = self._started.get("id") or secrets.token_hex(8)
         self._started = {**self._started, **changed}
         self._folder.note_started(self._started)
 

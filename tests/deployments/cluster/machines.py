@@ -19,6 +19,7 @@ from deployments.cluster.proof_server import ProofServer
 
 TOKEN = "the token of the cluster"
 HEAD, FIRST, SECOND, THIRD = "127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5"
+CLUSTER = "id of the cluster"
 SHARED: dict[str, Any] = {
     "started": {"address": HEAD, "application": {"args": 1}, "serve": {}, "term": 1},
     "config": {"applications": [], "http_options": {"host": "0.0.0.0", "port": 8000}},
@@ -45,7 +46,9 @@ class HeadMachine:
         self._is_stopped = False
         self.store = GcsStore(self.folder.store_log, "password")
         self.adopted_by: list[Headship] = []
-        self.service = HeadService(self.folder, Headship(address, term), lambda: SHARED, self.adopted_by.append)
+        self.service = HeadService(
+            self.folder, Headship(address, term), CLUSTER, lambda: SHARED, self.adopted_by.append
+        )
         self.server = JoinServer(address, ports.JOIN, TOKEN, dict, self.service.answers())
         self.server.start()
 

@@ -39,7 +39,7 @@ class Original:
         self.store = GcsStore(self.path, "password", compact_bytes=COMPACT_BYTES)
         self.states: list[bytes] = [state_of(self.store._state)]
         """What each prefix of the log stands for."""
-        self.service = HeadService(self.folder, Headship(HOST, 1), dict, lambda headship: None)
+        self.service = HeadService(self.folder, Headship(HOST, 1), "id", dict, lambda headship: None)
         self.server = ProofServer(HOST, 0, TOKEN, self.service.answers())
         self.server.start()
         self.hear(HOST)
@@ -60,7 +60,7 @@ class Original:
         self.store = GcsStore(self.path, "password", compact_bytes=COMPACT_BYTES)
         self.service.close()
         self.server.stop()
-        self.service = HeadService(self.folder, Headship(HOST, 1), dict, lambda headship: None)
+        self.service = HeadService(self.folder, Headship(HOST, 1), "id", dict, lambda headship: None)
         self.server = ProofServer(HOST, 0, TOKEN, self.service.answers())
         self.server.start()
         self.hear(HOST)

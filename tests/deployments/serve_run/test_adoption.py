@@ -15,7 +15,16 @@ from deployments.cluster.membership import write_membership
 from deployments.serve_run import adoption
 from deployments.serve_run.adoption import find_adoption, refuse_if_adopted, take_over, tell_replaced
 from deployments.serve_run.checks import CannotStart
-from tests.deployments.cluster.machines import FIRST, HEAD, SECOND, TOKEN, HeadMachine, MemberMachine, choose_ports
+from tests.deployments.cluster.machines import (
+    CLUSTER,
+    FIRST,
+    HEAD,
+    SECOND,
+    TOKEN,
+    HeadMachine,
+    MemberMachine,
+    choose_ports,
+)
 
 
 class Cluster:
@@ -119,9 +128,10 @@ def test_a_head_that_comes_back_asks_its_members_and_refuses(cluster: Cluster, c
 
 
 def test_a_head_that_hears_of_its_successor_ends_and_refuses_from_then_on(cluster: Cluster):
-    assert tell_replaced([HEAD, "127.0.0.9"], Headship(FIRST, 1), TOKEN) == [], "no higher term"
-    assert tell_replaced([HEAD], Headship(FIRST, 2), "another token") == []
-    assert tell_replaced([HEAD, "127.0.0.9"], Headship(FIRST, 2), TOKEN) == [HEAD]
+    assert tell_replaced([HEAD, "127.0.0.9"], Headship(FIRST, 1), CLUSTER, TOKEN) == [], "no higher term"
+    assert tell_replaced([HEAD], Headship(FIRST, 2), "a new cluster", TOKEN) == []
+    assert tell_replaced([HEAD], Headship(FIRST, 2), CLUSTER, "another token") == []
+    assert tell_replaced([HEAD, "127.0.0.9"], Headship(FIRST, 2), CLUSTER, TOKEN) == [HEAD]
     assert cluster.head.adopted_by == [Headship(FIRST, 2)]
     write_headship(cluster.head.folder, Headship(FIRST, 2))
     assert read_headship(cluster.head.folder) == Headship(FIRST, 2)
