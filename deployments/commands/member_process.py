@@ -38,7 +38,7 @@ TICK_S = 2.0
 ALONE_TICK_S = 5.0
 AGAIN_S = 30.0
 """Pause between two attempts to join again."""
-END_S = 60.0
+END_S = 90.0
 """Time for the member process to end Ray, or the server that it has started."""
 FAILED = 1
 
