@@ -10,7 +10,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
-CONNECT_S = 5.0
+CONNECT_S = 2.0
+"""Longest wait for the GCS to accept a connection."""
 CHUNK_BYTES = 2**16
 MAX_CONNECTIONS = 1024
 STOP_S = 5.0
@@ -59,7 +60,7 @@ class GcsRelay:
         self._loop.close()
 
     def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(CONNECT_S + STOP_S)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(STOP_S)
 
     async def _stop(self) -> None:
         self._server.close()

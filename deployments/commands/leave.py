@@ -4,6 +4,7 @@ import argparse
 import os
 
 from deployments.cluster.folder import HEAD_LOCK, ClusterFolder, FolderError
+from deployments.cluster.headship import read_headship
 from deployments.cluster.membership import forget_membership, read_membership
 from deployments.cluster.ray_node import end_session
 from deployments.commands.connection import KEY_VARIABLE, Connection, Refused, Unreachable
@@ -23,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the verb; return its exit status."""
     folder = ClusterFolder()
     try:
-        member = read_membership(folder)
+        member, headship = read_membership(folder), read_headship(folder)
     except FolderError as error:
         raise CommandError(str(error)) from None
     if member is None:
@@ -41,5 +42,5 @@ def run(options: argparse.Namespace) -> int:
     if member.is_running:
         end_session(member.pid)
     forget_membership(folder)
-    say(f"This machine has left the cluster of {member.head}.")
+    say(f"This machine has left the cluster of {member.head if headship is None else headship.address}.")
     return 0
