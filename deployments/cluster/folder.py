@@ -86,6 +86,11 @@ class ClusterFolder:
         for file in (self.store_log, self._started_file, self.path / "members.json", self.path / "head.json"):
             file.unlink(missing_ok=True)
 
+    def forget_copy(self) -> None:
+        """Remove what the head has given to its members."""
+        for file in (self.log_copy, self.shared):
+            file.unlink(missing_ok=True)
+
     def write(self, file: Path, text: str) -> None:
         """Write a file of the folder whole, readable by its owner alone. Raises FolderError."""
         new = file.with_name(f"{file.name}.new")

@@ -42,5 +42,6 @@ def run(options: argparse.Namespace) -> int:
     if member.is_running:
         end_session(member.pid)
     forget_membership(folder)
+    folder.forget_copy()
     say(f"This machine has left the cluster of {member.head if headship is None else headship.address}.")
     return 0
