@@ -136,7 +136,7 @@ def test_a_copy_that_is_cut_at_any_byte_is_a_prefix_and_goes_on(original: Origin
     pull_all(original, copy)
     original.run(b"HSET", b"h", b"a", b"1")
     original.run(b"INCRBY", b"n", b"7")
-    before = path.read_bytes()
+    before, num_bytes = path.read_bytes(), 0
     for num_bytes in itertools.count():
         way = Cut(original.server.port, num_bytes)
         try:
