@@ -37,10 +37,14 @@ OUTPUT = "member.log"
 TICK_S = 2.0
 ALONE_TICK_S = 5.0
 AGAIN_S = 30.0
-"""Pause between two attempts to join again."""
+"""Pause between two attempts to join again, or to start the server that serves alone."""
 END_S = 90.0
 """Time for the member process to end Ray, or the server that it has started."""
 FAILED = 1
+
+
+class CannotJoin(Exception):
+    """The machine no longer agrees with its head; the message is for the operator."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class MemberProcess:
         self._membership: Membership | None = None
         self._node_id = ""
         self._again_at = 0.0
+        self._problem = ""
         self._stop = threading.Event()
         token = folder.token()
         head = Headship(settings.gcs.rpartition(":")[0], settings.term)
@@ -90,10 +95,7 @@ class MemberProcess:
         try:
             self._start_ray()
             while not self._stop.wait(ALONE_TICK_S if self._alone else TICK_S):
-                try:
-                    self._tick()
-                except (FolderError, OSError, RayFailed) as problem:
-                    _log(f"{type(problem).__name__}: {problem}")
+                self._tick_or_log()
         finally:
             self._server.stop()
             if self._alone is not None:
@@ -105,15 +107,26 @@ class MemberProcess:
         """Let `run` return."""
         self._stop.set()
 
+    def _tick_or_log(self) -> None:
+        """Tick, and log a problem once, until it is another one or Ray has been started."""
+        try:
+            self._tick()
+        except (CannotJoin, FolderError, OSError, RayFailed) as problem:
+            if (text := str(problem)) != self._problem:
+                _log(text)
+            self._problem = text
+
     def _tick(self) -> None:
         is_answered = self._watch.tick()
-        limit = self._settings.alone_after_s
+        limit, may_start = self._settings.alone_after_s, time.monotonic() >= self._again_at
         if self._alone is None and self._ray.has_ended and self._membership is not None:
             _log("Ray has ended on this machine. It is started again while the head answers.")
             self._membership, self._node_id = None, ""
-        if self._membership is None and is_answered:
+        if self._membership is None and is_answered and may_start:
+            self._again_at = time.monotonic() + AGAIN_S
             self._join_again()
-        elif self._alone is not None and self._alone.has_ended:
+        elif self._alone is not None and self._alone.has_ended and may_start:
+            self._again_at = time.monotonic() + AGAIN_S
             _log("The server that serves alone has ended; it is started again.")
             self._alone.start()
         elif self._alone is None and limit is not None and self._watch.silent_s > limit:
@@ -123,7 +136,7 @@ class MemberProcess:
         self._ray = self._new_ray()
         self._ray.start()
         write_membership(self._folder, self._ray.pid, self._settings.head, self._settings.url, os.getpid())
-        self._membership, self._node_id = read_membership(self._folder), ""
+        self._membership, self._node_id, self._problem = read_membership(self._folder), "", ""
 
     def _new_ray(self) -> RayNode:
         settings = self._settings
@@ -148,13 +161,9 @@ class MemberProcess:
         self._alone.start()
 
     def _join_again(self) -> None:
-        """Start Ray again if this machine still agrees with the head. Raises RayFailed, FolderError."""
-        if time.monotonic() < self._again_at:
-            return
-        self._again_at = time.monotonic() + AGAIN_S
+        """Start Ray again if this machine still agrees with the head. Raises CannotJoin, RayFailed, FolderError."""
         if (difference := self._difference()) is not None:
-            _log(f"This machine does not join again: {difference}")
-            return
+            raise CannotJoin(f"This machine does not join again: {difference}")
         _log("The head answers: this machine joins it again.")
         if self._alone is not None:
             self._alone.stop()
