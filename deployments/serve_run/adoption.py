@@ -23,6 +23,7 @@ from deployments.cluster.members import noted_addresses
 from deployments.cluster.membership import read_membership
 from deployments.cluster.own_address import addresses_here
 from deployments.cluster.proof_client import NoAnswer, NotOfCluster, ProofClient
+from deployments.cluster.ray_node import RECONNECT_S
 from deployments.serve_run.checks import CannotStart
 from deployments.serve_run.stop import say
 
@@ -64,8 +65,9 @@ def find_adoption(folder: ClusterFolder, is_forced: bool) -> Adoption:
     member = read_membership(folder)
     if member is None or not (member.has_agent and member.is_running):
         raise CannotStart(
-            "--adopt takes over a cluster that this machine belongs to, and it belongs to none: its Ray does not run. "
-            "Start a new cluster by --new-cluster, which the other machines must join."
+            "--adopt takes over a cluster that this machine belongs to, and it belongs to none, or its Ray has ended, "
+            f"as it does when a head is away for {RECONNECT_S} s. Start a new cluster by --new-cluster, which the other "
+            "machines must join."
         )
     noted = read_headship(folder)
     known = _ask_own_agent(folder)
