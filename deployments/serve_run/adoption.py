@@ -66,8 +66,8 @@ def find_adoption(folder: ClusterFolder, is_forced: bool) -> Adoption:
     if member is None or not (member.has_agent and member.is_running):
         raise CannotStart(
             "--adopt takes over a cluster that this machine belongs to, and it belongs to none, or its Ray has ended, "
-            f"as it does when a head is away for {RECONNECT_S} s. Start a new cluster by --new-cluster, which the other "
-            "machines must join."
+            f"as it does when a head is away for {RECONNECT_S} s. Start a new cluster by --new-cluster, which the "
+            "other machines must join."
         )
     noted = read_headship(folder)
     known = _ask_own_agent(folder)
