@@ -115,17 +115,25 @@ class RayNode:
         self._environ = environ
         self._output = output
         self._process: subprocess.Popen[bytes] | None = None
+        self._attached: psutil.Process | None = None
 
     @property
     def pid(self) -> int:
         """Process of `ray start`."""
-        assert self._process is not None
-        return self._process.pid
+        process = self._process or self._attached
+        assert process is not None
+        return process.pid
 
     @property
     def has_ended(self) -> bool:
         """Whether a node that was started runs no longer."""
+        if self._attached is not None:
+            return not _runs(self._attached)
         return self._process is not None and self._process.poll() is not None
+
+    def attach(self, pid: int) -> None:
+        """Take over a node that a process before this one has started. Raises psutil.NoSuchProcess."""
+        self._attached = psutil.Process(pid)
 
     def start(self) -> None:
         """Start Ray; return when it runs. Raises RayFailed."""
@@ -149,10 +157,11 @@ class RayNode:
 
     def stop(self) -> None:
         """End Ray's processes on this machine."""
-        if self._process is None:
-            return
-        end_session(self._process.pid)
-        self._process.wait()
+        if self._attached is not None:
+            end_session(self._attached.pid)
+        if self._process is not None:
+            end_session(self._process.pid)
+            self._process.wait()
 
     def _is_up(self) -> bool:
         """Wait for the start. A raylet whose agents are too slow ends after 15 s, and `ray start` waits on for it."""
@@ -175,6 +184,12 @@ class RayNode:
 
     def _printed(self) -> str:
         return self._output.read_text(errors="replace")
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def end_session(pid: int) -> None:

@@ -1,5 +1,6 @@
 """AloneServer: `orchard serve` on loopback with the head's configuration, on a machine whose head is silent."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,9 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from deployments.cluster.folder import ClusterFolder, FolderError
 
 CONFIG = "alone.yaml"
+NOTE = "alone.json"
+"""Process of the server, and when it was started."""
 STOP_S = 60.0
 """Time for running answers, which get drain_timeout_s, and for Ray to end."""
 
@@ -37,6 +42,8 @@ class AloneServer:
         file = self._folder.path / CONFIG
         self._folder.write(file, json.dumps(on_loopback(shared_config(self._folder)), indent=2) + "\n")
         self._process = subprocess.Popen(self.command(file), stdin=subprocess.DEVNULL, start_new_session=True)
+        started_s = psutil.Process(self._process.pid).create_time()
+        self._folder.write(self._folder.path / NOTE, json.dumps([self._process.pid, started_s]) + "\n")
 
     def command(self, config: Path) -> list[str]:
         """Return the command of the server with a configuration."""
@@ -52,6 +59,16 @@ class AloneServer:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+
+
+def end_leftover(folder: ClusterFolder) -> None:
+    """End the server of a member process that was killed, if it still runs."""
+    with contextlib.suppress(OSError, ValueError, psutil.NoSuchProcess):
+        pid, started_s = json.loads((folder.path / NOTE).read_text())
+        process = psutil.Process(pid)
+        if process.create_time() == started_s:
+            process.terminate()
+            psutil.wait_procs([process], STOP_S)
 
 
 def shared_config(folder: ClusterFolder) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def _start(folder: ClusterFolder, token: str, answer: HeadAnswer, address: str, 
 
 def _await_ray(agent: "subprocess.Popen[str]", folder: ClusterFolder) -> None:
     """Wait until the member process has started Ray. Raises CommandError."""
-    while (member := read_membership(folder)) is None or member.agent_pid != agent.pid:
+    while read_membership(folder) is None:
         if agent.poll() is not None:
             raise CommandError((folder.path / OUTPUT).read_text(errors="replace").strip())
         time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""drain_member: moves the answers of this machine to the others before its Ray ends."""
+"""The end of a member's answers before its Ray ends: they move to the other machines, or have time to end."""
 
 import time
 
@@ -17,6 +17,11 @@ def drain_member(server: Connection, member: Membership) -> None:
     if node_id is None:
         return  # Ray has ended meanwhile
     server.post(f"/v1/nodes/{node_id}/drain", {})
+    await_in_flight(server, node_id)
+
+
+def await_in_flight(server: Connection, node_id: str) -> None:
+    """Wait until no answer goes through this machine's ingress, for IN_FLIGHT_S at most. Raises Unreachable, Refused."""
     deadline = time.monotonic() + IN_FLIGHT_S
     while (num_left := _num_in_flight(server, node_id)) and time.monotonic() < deadline:
         time.sleep(POLL_S)

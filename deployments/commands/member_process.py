@@ -1,8 +1,8 @@
 """The member process: belongs to a machine that has joined a cluster, from `orchard join` to `orchard leave`.
 
-Run as `python -m deployments.commands.member_process`, with MemberSettings as JSON on its standard input. It starts
-Ray, relays it to the head, copies the head's log, and tells the other machines which one is the head. With
-`alone_after_s` it ends Ray when the head has been silent for so long, and serves alone until the head answers again.
+Run by its supervisor, with MemberSettings as JSON on its standard input. It starts Ray, relays it to the head, copies
+the head's log, and tells the other machines which one is the head. With `alone_after_s` it ends Ray when the head has
+been silent for so long, and serves alone until the head answers again.
 """
 
 import contextlib
@@ -21,16 +21,17 @@ import psutil
 from deployments.cluster import ports
 from deployments.cluster.folder import ClusterFolder, FolderError
 from deployments.cluster.head_watch import ASK_S, HEAD_PATH, HeadWatch
-from deployments.cluster.headship import Headship
+from deployments.cluster.headship import Headship, read_headship
 from deployments.cluster.join_client import HeadClient, HeadRefused, compare_with_head
 from deployments.cluster.members import Report
 from deployments.cluster.membership import Membership, read_membership, write_membership
 from deployments.cluster.proof_server import ProofServer
 from deployments.cluster.ray_node import NodeOptions, RayFailed, RayNode
 from deployments.cluster.relay import GcsRelay
-from deployments.commands.alone import AloneServer, note_of_ray
+from deployments.commands.alone import AloneServer, end_leftover, note_of_ray
 from deployments.commands.connection import KEY_VARIABLE, Connection
-from deployments.commands.leaving import drain_member
+from deployments.commands.leaving import await_in_flight
+from deployments.commands.member_supervisor import AGAIN
 from deployments.commands.output import CommandError, say
 
 OUTPUT = "member.log"
@@ -38,6 +39,10 @@ TICK_S = 2.0
 ALONE_TICK_S = 5.0
 AGAIN_S = 30.0
 """Pause between two attempts to join again, or to start the server that serves alone."""
+MAX_STEADY_S = 120.0
+"""A machine that serves alone joins again when the head has answered for as long as it was silent, but for no longer
+than this: so long gRPC pauses before it tries a machine again, and until then the head's GCS takes a Ray for dead."""
+STATUS_S = 10.0
 END_S = 90.0
 """Time for the member process to end Ray, or the server that it has started."""
 FAILED = 1
@@ -78,22 +83,36 @@ class MemberProcess:
         self._joined_s = time.time()
         self._membership: Membership | None = None
         self._node_id = ""
-        self._again_at = 0.0
+        self._again_at = self._steady_at = 0.0
         self._problem = ""
         self._stop = threading.Event()
         token = folder.token()
-        head = Headship(settings.gcs.rpartition(":")[0], settings.term)
+        head, noted = Headship(settings.gcs.rpartition(":")[0], settings.term), read_headship(folder)
+        if noted is not None and noted.term > head.term:
+            head = noted  # it has changed since this machine has joined
         self._relay = GcsRelay(settings.address, ports.RELAY, (head.address, ports.GCS))
         self._watch = HeadWatch(folder, token, head, self._report, self._on_new_head)
         self._server = ProofServer(settings.address, ports.MEMBER, token, {HEAD_PATH: self._watch.answer})
         self._ray = self._new_ray()
         self._alone: AloneServer | None = None
 
-    def run(self) -> None:
-        """Start Ray, and watch the head until `end`. Raises RayFailed, FolderError."""
+    def run(self, is_again: bool = False) -> None:
+        """Start Ray, and watch the head until `end`.
+
+        Args:
+            is_again: Whether a process before this one was killed: its Ray goes on if it runs, and is started else when
+                the head answers.
+
+        Raises:
+            RayFailed: Ray does not start.
+            FolderError: A file cannot be written.
+        """
         self._server.start()
         try:
-            self._start_ray()
+            if is_again:
+                self._attach()
+            else:
+                self._start_ray()
             while not self._stop.wait(ALONE_TICK_S if self._alone else TICK_S):
                 self._tick_or_log()
         finally:
@@ -117,12 +136,15 @@ class MemberProcess:
             self._problem = text
 
     def _tick(self) -> None:
-        is_answered = self._watch.tick()
-        limit, may_start = self._settings.alone_after_s, time.monotonic() >= self._again_at
+        is_answered, now = self._watch.tick(), time.monotonic()
+        if not is_answered:
+            self._steady_at = now + min(self._watch.silent_s, MAX_STEADY_S)
+        limit, may_start = self._settings.alone_after_s, now >= self._again_at
+        is_back = is_answered and (self._alone is None or now >= self._steady_at)
         if self._alone is None and self._ray.has_ended and self._membership is not None:
             _log("Ray has ended on this machine. It is started again while the head answers.")
             self._membership, self._node_id = None, ""
-        if self._membership is None and is_answered and may_start:
+        if self._membership is None and is_back and may_start:
             self._again_at = time.monotonic() + AGAIN_S
             self._join_again()
         elif self._alone is not None and self._alone.has_ended and may_start:
@@ -135,6 +157,16 @@ class MemberProcess:
     def _start_ray(self) -> None:
         self._ray = self._new_ray()
         self._ray.start()
+        self._note_ray()
+
+    def _attach(self) -> None:
+        end_leftover(self._folder)
+        found = read_membership(self._folder)
+        if found is not None and found.is_running:
+            self._ray.attach(found.pid)
+            self._note_ray()
+
+    def _note_ray(self) -> None:
         write_membership(self._folder, self._ray.pid, self._settings.head, self._settings.url, os.getpid())
         self._membership, self._node_id, self._problem = read_membership(self._folder), "", ""
 
@@ -148,11 +180,11 @@ class MemberProcess:
     def _serve_alone(self) -> None:
         _log(f"The head has been silent for {self._watch.silent_s:.0f} s: this machine leaves, and serves alone.")
         member = self._membership
-        if member is not None:
+        if member is not None and (node_id := member.node_id()) is not None:
             try:
-                drain_member(Connection(member.url, os.environ.get(KEY_VARIABLE)), member)
+                await_in_flight(Connection(member.url, os.environ.get(KEY_VARIABLE), STATUS_S), node_id)
             except CommandError as error:
-                _log(f"The answers were not moved: {error}")
+                _log(f"Whether answers are running is not known: {error}")
         self._ray.stop()
         note_of_ray(os.environ).unlink(missing_ok=True)  # else the server takes the relay for a running cluster
         write_membership(self._folder, 0, self._settings.head, self._settings.url, os.getpid())
@@ -195,10 +227,10 @@ class MemberProcess:
 
 
 def start_agent(settings: MemberSettings, folder: ClusterFolder) -> "subprocess.Popen[str]":
-    """Start the process; it outlives this one."""
+    """Start the process under its supervisor; both outlive this process."""
     with (folder.path / OUTPUT).open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "deployments.commands.member_process"],
+            [sys.executable, "-m", "deployments.commands.member_supervisor"],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -230,7 +262,7 @@ def _log(text: str) -> None:
 
 def main() -> int:
     """Run the process; return the exit status."""
-    fields: dict[str, Any] = json.loads(sys.stdin.readline())
+    fields: dict[str, Any] = json.loads(sys.stdin.read())
     settings = MemberSettings(**fields)
     try:
         member = MemberProcess(settings, ClusterFolder())
@@ -243,7 +275,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda signum, frame: member.end())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        member.run()
+        member.run(is_again=AGAIN in sys.argv[1:])
     except (RayFailed, FolderError) as problem:
         say(str(problem))
         return FAILED

@@ -1,5 +1,8 @@
 """The head of a cluster is killed for good: a member takes the cluster over, and the others go on."""
 
+import json
+import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -38,6 +41,15 @@ def processes(member: Member) -> set[int]:
     return {one["pid"] for name in ("ingress", "engines", "text", "mllm") for one in status[name]}
 
 
+def kill_member_process(member: Member) -> None:
+    """Kill it, and wait for its successor, which goes on with the same Ray."""
+    note = member.home / ".orchard" / "cluster" / "member.json"
+    before = json.loads(note.read_text())
+    os.kill(before["agent_pid"], signal.SIGKILL)
+    wait_until(lambda: json.loads(note.read_text())["agent_pid"] != before["agent_pid"], READY_S)
+    assert json.loads(note.read_text())["pid"] == before["pid"]
+
+
 def test_a_member_takes_over_and_the_third_machine_never_stops(three: list[Member]):
     old, new, other = three
     serve(old).wait_for("orchard join")
@@ -46,6 +58,7 @@ def test_a_member_takes_over_and_the_third_machine_never_stops(three: list[Membe
     wait_until(lambda: has_copy(new) and has_copy(other) and new.num_engines() == 3, READY_S)
     refused = new.orchard("serve", "--cluster", "--adopt")
     assert refused.wait() == 1 and f"the head at {old.machine.address} answers" in refused.output
+    kill_member_process(other)
     kept = processes(other) - set(old.pids().values())
     assert len(kept) == 8
     with Load(new.node) as at_new, Load(other.node) as at_other:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -17,11 +19,12 @@ from deployments.cluster import ports
 from deployments.cluster.comparison import Line
 from deployments.cluster.facts import read_facts
 from deployments.cluster.folder import ClusterFolder
+from deployments.cluster.headship import Headship, write_headship
 from deployments.cluster.join_client import HeadAnswer, HeadClient, compare_with_head
 from deployments.cluster.join_server import JoinServer
-from deployments.cluster.membership import Membership, read_membership
+from deployments.cluster.membership import Membership, read_membership, write_membership
 from deployments.cluster.ray_node import NodeOptions
-from deployments.commands import member_process
+from deployments.commands import member_process, member_supervisor
 from deployments.commands.alone import CONFIG, AloneServer, note_of_ray
 from deployments.commands.member_process import MemberProcess, MemberSettings
 from tests.deployments.cluster.machines import FIRST, HEAD, TOKEN, HeadMachine, choose_ports
@@ -29,6 +32,13 @@ from tests.deployments.cluster.machines import FIRST, HEAD, TOKEN, HeadMachine, 
 RAY = [sys.executable, "-c", "import time; print('Ray runtime started.', flush=True); time.sleep(600)"]
 ALONE = [sys.executable, "-c", "import time; time.sleep(600)"]
 TIMEOUT_S = 60.0
+KILLED_ONCE = """
+import os, signal, sys
+print(sys.argv[1:], sys.stdin.read(), flush=True)
+if not sys.argv[1:]:
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(3)
+"""
 
 
 class ToldHead(HeadMachine):
@@ -53,12 +63,12 @@ def compare_without_address(head: HeadClient, answer: HeadAnswer, address: str) 
 class Member:
     """The process, as a thread of this one."""
 
-    def __init__(self, folder: ClusterFolder, alone_after_s: float | None):
+    def __init__(self, folder: ClusterFolder, alone_after_s: float | None, is_again: bool = False):
         self.folder = folder
         url, gcs = "http://127.0.0.1:1", f"{HEAD}:{ports.GCS}"
         settings = MemberSettings(HEAD, gcs, 1, FIRST, url, {"mlx": 1.0}, 2**27, alone_after_s)
         self.process = MemberProcess(settings, folder)
-        self._thread = threading.Thread(target=self.process.run)
+        self._thread = threading.Thread(target=self.process.run, args=(is_again,))
         self._thread.start()
 
     @property
@@ -131,6 +141,43 @@ def test_a_silent_head_makes_the_machine_serve_alone_and_an_answer_lets_it_join_
 
 def children_with(command: list[str]) -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if child.cmdline()[1:] == command[1:]]
+
+
+def test_a_process_that_follows_a_killed_one_goes_on_with_its_ray_and_the_newest_head(stack: ExitStack, tmp_path: Path):
+    _, member = start(stack, tmp_path)
+    ray = psutil.Process(member.wait_for(lambda found: found.is_running).pid)
+    started, member.process._ray._process = member.process._ray._process, None  # a killed process ends nothing
+    assert started is not None
+    member.end()
+    write_headship(member.folder, Headship("127.0.0.9", 7))
+    write_membership(member.folder, ray.pid, HEAD, "http://127.0.0.1:1")
+    again = Member(member.folder, None, is_again=True)
+    stack.callback(again.end)
+    second = again.wait_for(lambda found: found.has_agent)
+    assert second.pid == ray.pid and again.process._relay.target == ("127.0.0.9", ports.GCS)
+    again.end()
+    started.wait(TIMEOUT_S)
+    assert not psutil.pid_exists(ray.pid)
+
+
+def test_the_supervisor_starts_a_killed_process_again_and_ends_with_one_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    package = tmp_path / "deployments" / "commands"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    shutil.copy(str(member_supervisor.__file__), package)
+    (package / "member_process.py").write_text(KILLED_ONCE)
+    done = subprocess.run(
+        [sys.executable, "-m", "deployments.commands.member_supervisor"],
+        input="the settings",
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 3 and done.stdout == "[] the settings\n['--again'] the settings\n"
+    assert done.stderr == "The member process was ended by signal 9; it is started again.\n"
 
 
 def test_ray_that_has_ended_is_started_again_while_the_head_answers(stack: ExitStack, tmp_path: Path):
