@@ -21,7 +21,7 @@ def drain_member(server: Connection, member: Membership) -> None:
 
 
 def await_in_flight(server: Connection, node_id: str) -> None:
-    """Wait until no answer goes through this machine's ingress, for IN_FLIGHT_S at most. Raises Unreachable, Refused."""
+    """Wait until this machine's ingress has no answer, at most IN_FLIGHT_S. Raises Unreachable, Refused."""
     deadline = time.monotonic() + IN_FLIGHT_S
     while (num_left := _num_in_flight(server, node_id)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
