@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import wait_until
-from tests.cluster.test_head import CONFIG, READY_S, Command, Member, serve, token_of, two_members
+from tests.cluster.test_head import CONFIG, READY_S, Command, Member, members, serve, token_of
 from tests.cluster.test_partition import ANSWER_TIMEOUT_S, Answer
 
 pytestmark = [
@@ -23,9 +23,9 @@ MIN_CACHED = 600
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[tuple[Member, Member]]:
+def two() -> Iterator[list[Member]]:
     assert "args: {}" in CONFIG
-    with two_members(CONFIG.replace("args: {}", CACHE)) as both:
+    with members(2, CONFIG.replace("args: {}", CACHE)) as both:
         yield both
 
 
@@ -57,7 +57,7 @@ def ids_of(near: Member) -> tuple[str, str]:
     return own, next(one["node_id"] for one in status["engines"] if one["node_id"] != own)
 
 
-def test_the_next_turn_after_a_machine_has_left_is_a_hit_at_the_other_one(two: tuple[Member, Member]):
+def test_the_next_turn_after_a_machine_has_left_is_a_hit_at_the_other_one(two: list[Member]):
     near, far = two
     serve(near).wait_for("orchard join")
     join(far, near)
@@ -79,7 +79,7 @@ def test_the_next_turn_after_a_machine_has_left_is_a_hit_at_the_other_one(two: t
     assert fetch_of(near, near_id)["num_fetched"] == taken["num_fetched"], "nothing had to be fetched for these turns"
 
 
-def test_a_machine_that_joins_warms_itself_by_what_prompts_share(two: tuple[Member, Member]):
+def test_a_machine_that_joins_warms_itself_by_what_prompts_share(two: list[Member]):
     near, far = two
     for number in range(2):
         talk = [{"role": "system", "content": SYSTEM.replace("apple", "plum")}]
