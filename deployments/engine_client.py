@@ -26,11 +26,13 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.engine_nodes import EngineNodes
 from deployments.engine_stream import SILENCE_LIMIT_S, AnswerPart, ChunkReader, EngineStream
+from deployments.hand_over import HandOver
 from deployments.placer import Placer
 from deployments.protocol import ChatRequest, EngineAnswer, Plan, Route, SilentEngine
 from deployments.ray_internals import LOCAL_NODE, RunningNode, cancel_call
 from deployments.replica_calls import call_within, cause_of, is_replica_lost, while_running, why_silent
 from deployments.replica_choice import NoOtherReplica, NoReplicaYet, pin_to
+from deployments.replication import Replication
 from deployments.timeline import ENGINE, current
 from engine import retry_after
 from engine.placement import PrefixHolder
@@ -119,7 +121,7 @@ class EngineClient:
         checkpoint: str = "",
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Connect to the engines and the planners.
+        """Connect to the engines and the planners; `hand_over` and `replication` move snapshots between the engines.
 
         Args:
             engine: Handle of the engine.
@@ -141,6 +143,8 @@ class EngineClient:
         self._questions = engine
         self._placer = Placer(engine)
         self.nodes = EngineNodes(engine, clock)
+        self.hand_over = HandOver(engine, self._placer, self._ask)
+        self.replication = Replication(self._placer, self._ask)
         self._engine_timeout_s = engine_timeout_s
         self._ask_timeout_s = ask_timeout_s
         self._plan_timeout_s = plan_timeout_s
@@ -215,12 +219,15 @@ class EngineClient:
         said = await asyncio.gather(*(self._ask(method, node_id) for node_id in node_ids))
         return [s for s in said if isinstance(s, EngineAnswer)], [s for s in said if isinstance(s, SilentEngine)]
 
-    async def _ask(self, method: str, node_id: str) -> EngineAnswer[Any] | SilentEngine:
+    async def _ask(
+        self, method: str, node_id: str, *args: Any, timeout_s: float | None = None
+    ) -> EngineAnswer[Any] | SilentEngine:
         handle = self._questions.options(method_name=method, session_id=pin_to(node_id))
+        limit_s = self._ask_timeout_s if timeout_s is None else timeout_s
         try:
-            return await call_within(self._ask_timeout_s, handle.remote())
+            return await call_within(limit_s, handle.remote(*args))
         except TimeoutError:
-            return SilentEngine(node_id, f"no answer within {self._ask_timeout_s:g} s")
+            return SilentEngine(node_id, f"no answer within {limit_s:g} s")
         except Exception as error:
             log.warning("the engine on node %s did not answer %s: %s", node_id, method, error)
             return SilentEngine(node_id, why_silent(error))

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -40,12 +41,22 @@ from deployments.node_metrics import NodeReplicas
 from deployments.planning import thinks
 from deployments.process import in_replica, replica_info
 from deployments.process import node_id as own_node_id
-from deployments.protocol import ChatRequest, Embeddings, EmbedRequest, Route, TextDelta, TextLogprobs, ToolCall
+from deployments.protocol import (
+    HAND_OVER_S,
+    ChatRequest,
+    Embeddings,
+    EmbedRequest,
+    Route,
+    TextDelta,
+    TextLogprobs,
+    ToolCall,
+)
 from deployments.ray_internals import listen_on_node_address
 from deployments.replica_calls import ask_replicas, call_within
 from deployments.serve_log import join_serve_log
 from deployments.timeline import RequestTimeline, Timelines
 from deployments.tracing import Tracing
+from engine.placement import TakenOver
 from engine.processing.answer_parser import NOTHING, AnswerParser, AnswerRules
 from engine.processing.checkpoint import media_kinds, read_config, resolve_checkpoint
 from engine.processing.context import choose_context
@@ -214,7 +225,9 @@ class Ingress:
         )
         self._drain_timeout_s = args.drain_timeout_s
         self._may_resume = args.resume
+        self._replicates = config.prefix_cache.replicate
         self._stopping = on_stop(self.drain)
+        self._warming = asyncio.ensure_future(self._client.hand_over.keep_warm(own_node_id())) if in_replica() else None
         self._engines = engine
         self._graph = {"engines": engine, "text": text, "mllm": mllm, "spec_prefill": scorer}
         self._node = NodeReplicas(self.model_name, engine, {"text": text, "media": mllm}, scorer)
@@ -254,9 +267,15 @@ class Ingress:
         room = planned.sampling.max_tokens
         is_context_limited = request.max_tokens is None or room < request.max_tokens
         rules = answer_rules(request, self._tokenizer)
+        note_end = partial(self._answer_ended, request, stream)
         return TextGeneration(
-            stream, self._tokenizer, rules, self._status.forget, is_context_limited, left_open(request, planned.grammar)
+            stream, self._tokenizer, rules, note_end, is_context_limited, left_open(request, planned.grammar)
         )
+
+    def _answer_ended(self, request: ChatRequest, stream: EngineStream) -> None:
+        self._status.forget()
+        if self._replicates and request.keys is not None and stream.node_id:
+            self._client.replication.turn_ended(request.keys.conversation, stream.node_id)
 
     def _resumes(self, request: ChatRequest) -> bool:
         return self._may_resume if request.resume is None else request.resume
@@ -391,7 +410,18 @@ class Ingress:
         if own_node_id() == node_id:
             await self.drain()
 
-    async def drain_node(self, node_id: str, is_back: bool = False) -> None:
+    async def drain_node(self, node_id: str, deadline_s: float = HAND_OVER_S) -> TakenOver:
+        await self._tell_engine(node_id, is_back=False)
+        return await self.hand_over(node_id, deadline_s)
+
+    async def undo_drain(self, node_id: str) -> None:
+        await self._tell_engine(node_id, is_back=True)
+
+    async def hand_over(self, node_id: str, deadline_s: float) -> TakenOver:
+        """Let the other nodes fetch the snapshots of a drained one, see HandOver.leave."""
+        return await self._client.hand_over.leave(node_id, deadline_s)
+
+    async def _tell_engine(self, node_id: str, is_back: bool) -> None:
         nodes = await engine_node_ids()
         if node_id not in nodes:
             raise NodeNotFound(node_id)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from deployments.serve_log import join_serve_log
 from deployments.snapshot_sharing import sharing_of
 from engine import retry_after
 from engine.config import EngineConfig
-from engine.placement import Question, Quote
+from engine.placement import MovableSnapshot, Question, Quote, TakenOver
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.fingerprint import checkpoint_fingerprint
 from engine.protocol import CacheCleared, CachedPrefix, CacheStatus, EngineRequest, TokenChunk, Unavailable
@@ -127,6 +127,30 @@ class ModelReplica:
         """Take new requests again after `leave`."""
         log.info("this node is no longer drained")
         return _from_here(self._engine.take_requests())
+
+    async def movable_snapshots(
+        self, max_snapshots: int, shared_only: bool = False
+    ) -> EngineAnswer[tuple[MovableSnapshot, ...]]:
+        """Return the snapshots that other nodes should take over, see SnapshotTakeOver.offered."""
+        return _from_here(await self._engine.take_over.offered(max_snapshots, shared_only))
+
+    async def take_over(
+        self, address: str, snapshots: Sequence[MovableSnapshot], timeout_s: float
+    ) -> EngineAnswer[TakenOver]:
+        """Fetch what a node hands over that leaves, see SnapshotTakeOver.take."""
+        return _from_here(await self._engine.take_over.take(address, snapshots, timeout_s))
+
+    async def movable_conversation(self, conversation: int) -> EngineAnswer[MovableSnapshot | None]:
+        """Return the last snapshot of a conversation, see SnapshotTakeOver.of_conversation."""
+        return _from_here(await self._engine.take_over.of_conversation(conversation))
+
+    async def copy(self, address: str, snapshot: MovableSnapshot, timeout_s: float) -> EngineAnswer[TakenOver]:
+        """Fetch a copy of a conversation, see SnapshotTakeOver.copy."""
+        return _from_here(await self._engine.take_over.copy(address, snapshot, timeout_s))
+
+    async def warm_up(self, sources: Sequence[tuple[str, Sequence[MovableSnapshot]]]) -> EngineAnswer[None]:
+        """Begin to fetch what other nodes share, see SnapshotTakeOver.warm_up."""
+        return _from_here(self._engine.take_over.warm_up(sources))
 
     async def check_health(self) -> None:
         self._engine.check_health()

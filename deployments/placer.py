@@ -17,7 +17,7 @@ from deployments.protocol import ChatRequest, Route
 from deployments.ray_internals import RunningNode, running_nodes, running_replicas
 from deployments.replica_calls import call_within
 from deployments.replica_choice import pin_to
-from engine.placement import PrefixHolder, Question, Quote
+from engine.placement import MovableSnapshot, PrefixHolder, Question, Quote
 
 log = logging.getLogger("ray.serve")
 
@@ -125,6 +125,30 @@ class Placer:
         self._placement.placed(question, node_id)
         holder = prefix_holder(node_id, held | quotes, self._placement.addresses)
         return Place(node_id, quotes[node_id], len(quotes), holder)
+
+    def address_of(self, node_id: str) -> str:
+        """Return where other nodes fetch the snapshots of a node; '' if it is unknown or shares none."""
+        self._follow_nodes()
+        return self._placement.addresses.get(node_id, "")
+
+    def successors(
+        self, snapshots: Iterable[MovableSnapshot], without: Collection[str]
+    ) -> dict[str, list[MovableSnapshot]]:
+        """Divide the snapshots of a node that leaves among those that are asked for them next, in their order.
+
+        Args:
+            snapshots: The snapshots.
+            without: Nodes to leave out, their own among them.
+        """
+        found: dict[str, list[MovableSnapshot]] = {}
+        for snapshot in snapshots:
+            if (successor := self._placement.successor(snapshot, {*without, *self._silent})) is not None:
+                found.setdefault(successor, []).append(snapshot)
+        return found
+
+    def neighbours(self, node_id: str, num_nodes: int) -> list[str]:
+        """Return nodes that share snapshots with a node that has joined; [] if it shares none itself."""
+        return self._placement.neighbours(node_id, num_nodes) if self.address_of(node_id) else []
 
     @property
     def silent(self) -> frozenset[str]:

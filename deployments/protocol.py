@@ -12,9 +12,12 @@ from deployments.http_figures import HttpFigures
 from deployments.in_flight import InFlight
 from deployments.placement.conversation_keys import PromptSketch
 from deployments.timeline import RequestTimeline, Timelines
-from engine.placement import ConversationKeys
+from engine.placement import ConversationKeys, TakenOver
 from engine.processing.message import Message
 from engine.protocol import EngineRequest, GrammarSpec
+
+HAND_OVER_S = 60.0
+"""Longest time for the snapshots of a drained node to move to others, unless the client names another."""
 
 T = TypeVar("T")
 
@@ -435,16 +438,28 @@ class Backend(Protocol):
         """Clear the prefix caches of all engines except pinned entries. Returns the body of `DELETE /v1/cache`."""
         ...
 
-    async def drain_node(self, node_id: str, is_back: bool = False) -> None:
-        """Let the engine of a node take no new request, and move its open ones to the others.
+    async def drain_node(self, node_id: str, deadline_s: float = HAND_OVER_S) -> TakenOver:
+        """Let the engine of a node take no new request, and move its open ones and its snapshots to the others.
 
         Args:
             node_id: The node.
-            is_back: Whether the engine takes requests again instead.
+            deadline_s: Longest time for the snapshots, after the requests have moved; 0: they stay.
+
+        Returns:
+            What the others have got of its snapshots.
 
         Raises:
             NodeNotFound: No node with this id has an engine.
             Unavailable: It is the only one, or it does not answer.
+        """
+        ...
+
+    async def undo_drain(self, node_id: str) -> None:
+        """Let the engine of a drained node take requests again.
+
+        Raises:
+            NodeNotFound: No node with this id has an engine.
+            Unavailable: It does not answer.
         """
         ...
 

@@ -41,6 +41,7 @@ from engine.protocol import (
 )
 from engine.snapshot_store.exchange import Sharing, SnapshotExchange
 from engine.snapshot_store.files import SnapshotFiles, SnapshotLost
+from engine.take_over import SnapshotTakeOver
 from engine.timeline import RowTimeline
 from engine.token_stream import TokenStream
 from engine.watchdog import Watchdog
@@ -76,6 +77,9 @@ class AsyncEngine:
         make_runner: Creates the runner; loads `config.model` with MLX by default.
         sharing: How snapshots are exchanged with other nodes, unless `prefix_cache.fetch` is off or there is no disk
             tier; None: they are not.
+
+    Attributes:
+        take_over: Gives snapshots to other nodes, and takes theirs over, before a prompt asks for them.
     """
 
     def __init__(self, config: EngineConfig, make_runner: RunnerFactory = load_runner, sharing: Sharing | None = None):
@@ -98,6 +102,12 @@ class AsyncEngine:
         self._is_draining = self._has_left = False
         self._thread = AsyncDeviceThread("the engine", self._make_core, self._end_streams, self._warm_up)
         self._watchdog = Watchdog(config, self._thread)
+        self.take_over = SnapshotTakeOver(
+            self._thread,
+            exchange=lambda: self._exchange,
+            is_idle=lambda: not self._streams,
+            is_leaving=lambda: self._is_draining or self._has_left,
+        )
         self._thread.start()
 
     async def wait_ready(self) -> None:
@@ -367,13 +377,14 @@ class AsyncEngine:
     async def shutdown(self, timeout_s: float = 30.0) -> None:
         """Stop after the running step; open streams end with ERROR."""
         self._watchdog.stop()
+        await self.take_over.close()
         await self._thread.shutdown(min(timeout_s, HUNG_JOIN_S) if self._watchdog.is_hung else timeout_s)
         if self._exchange is not None:
             await asyncio.to_thread(self._exchange.close)
         self._grammars.close()
 
     def _fetch_status(self) -> FetchStatus | None:
-        return None if self._exchange is None else self._exchange.status()
+        return None if self._exchange is None else replace(self._exchange.status(), **self.take_over.status())
 
     @property
     def _unavailable(self) -> str | None:

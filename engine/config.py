@@ -215,6 +215,13 @@ class PrefixCacheConfig(Frozen):
         "any free port",
     )
 
+    replicate: bool = Field(
+        default=False,
+        description="after each turn, copy what it has added to the disk of the node that would be asked next if this "
+        "one died, whenever the link is idle; for wires of 10 Gbit/s and more between the nodes (Thunderbolt, 10 "
+        "Gigabit Ethernet): a turn of 2,500 tokens of a 27B model adds 0.1 to 0.3 GB",
+    )
+
     @model_validator(mode="after")
     def _effective(self) -> "PrefixCacheConfig":
         changed = [name for name in self.changed() if name != "enabled"]
@@ -226,6 +233,11 @@ class PrefixCacheConfig(Frozen):
             raise ValueError(
                 f"prefix_cache.fetch_port {self.fetch_port} would have no effect: prefix_cache.disk is not set, or "
                 "prefix_cache.fetch is off"
+            )
+        if (self.disk is None or self.fetch == "off") and self.replicate:
+            raise ValueError(
+                "prefix_cache.replicate would have no effect: prefix_cache.disk is not set, or prefix_cache.fetch is "
+                "off"
             )
         if not self.boundaries and not self.pinned and changed != ["boundaries"]:
             raise ValueError(

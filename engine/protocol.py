@@ -516,6 +516,11 @@ class FetchStatus:
     served_bytes: int = 0  # Their bytes.
     num_refused: int = 0  # Connections of other nodes that were refused or did not greet.
     num_connections: int = 0  # Connections of other nodes that are open now.
+    taken_over: dict[str, int] = field(default_factory=dict)
+    """Fetched snapshots that no prompt waited for, by purpose, see Purpose in snapshot_store/wire.py."""
+    taken_over_bytes: dict[str, int] = field(default_factory=dict)  # Their bytes, by purpose.
+    not_taken_over: dict[str, int] = field(default_factory=dict)
+    """Snapshots that were offered and not taken over, by reason, see NotTaken in snapshot_store/wire.py."""
 
 
 @dataclass(kw_only=True)

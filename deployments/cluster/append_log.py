@@ -113,23 +113,51 @@ def _records(content: bytes, path: Path) -> tuple[list[bytes], int]:
     """Return the records of a file, and where the last whole one ends. Raises LogDamaged."""
     if not content.startswith(MAGIC):
         raise LogDamaged(f"{path}: byte 0: the file does not begin with {MAGIC!r}")
-    records, offset = [], len(MAGIC)
+    places = list(whole_records(content, len(MAGIC), str(path)))
+    return [content[start:end] for start, end in places], places[-1][1] if places else len(MAGIC)
+
+
+def whole_records(content: bytes, offset: int, name: str, base: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield where the content of each whole record begins and ends, up to the first record that is not whole.
+
+    Args:
+        content: A part of a log.
+        offset: Where its first record begins.
+        name: Of the log, for errors.
+        base: Place of the part in the log, for errors.
+
+    Raises:
+        LogDamaged: A record is damaged.
+    """
+    number = 0
     while len(content) - offset >= HEADER_BYTES:
         length, checksum = _HEAD.unpack_from(content, offset)
         (check,) = _CHECK.unpack_from(content, offset + _HEAD.size)
         if zlib.crc32(content[offset : offset + _HEAD.size]) != check:
             if not any(content[offset:]):
-                break  # a loss of power can leave zeros where data had been announced
-            raise LogDamaged(f"{path}: byte {offset}: the header of record {len(records)} does not match its checksum")
+                return  # a loss of power can leave zeros where data had been announced
+            where = f"{name}: byte {base + offset}"
+            raise LogDamaged(f"{where}: the header of record {number} does not match its checksum")
         start = offset + HEADER_BYTES
         if start + length > len(content):
-            break
-        record = content[start : start + length]
-        if zlib.crc32(record) != checksum:
-            raise LogDamaged(f"{path}: byte {start}: the content of record {len(records)} does not match its checksum")
-        records.append(record)
+            return
+        if zlib.crc32(content[start : start + length]) != checksum:
+            where = f"{name}: byte {base + start}"
+            raise LogDamaged(f"{where}: the content of record {number} does not match its checksum")
         offset = start + length
-    return records, offset
+        number += 1
+        yield start, offset
+
+
+def end_of_records(content: bytes, offset: int, name: str, base: int = 0) -> int:
+    """Return where the last whole record of a part of a log ends; arguments and errors as of `whole_records`."""
+    places = list(whole_records(content, offset, name, base))
+    return places[-1][1] if places else offset
+
+
+def record_bytes(header: bytes) -> int:
+    """Return the size of a record, its header included, as its header announces it. Raises StructError."""
+    return HEADER_BYTES + _HEAD.unpack_from(header)[0]
 
 
 def words_of(record: bytes) -> list[bytes]:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 TOKEN_BYTES = 32
+HEAD_LOCK = "head.lock"
+"""Held by the process that is the head."""
 
 
 class FolderError(Exception):
@@ -20,6 +22,8 @@ class ClusterFolder:
         path: The folder, readable by its owner alone.
         token_file: The token that all machines of the cluster share.
         store_log: State of Ray's GCS, on the head.
+        log_copy: Copy of the head's log, on a member.
+        shared: What the head has told its members, so that one of them can become the head.
         ray_output: What `ray start` has printed.
     """
 
@@ -27,6 +31,8 @@ class ClusterFolder:
         self.path = Path.home() / ".orchard" / "cluster" if path is None else path
         self.token_file = self.path / "token"
         self.store_log = self.path / "gcs.log"
+        self.log_copy = self.path / "gcs.copy"
+        self.shared = self.path / "shared.json"
         self.ray_output = self.path / "ray.log"
         self._started_file = self.path / "started.json"
 
@@ -77,7 +83,12 @@ class ClusterFolder:
 
     def forget_cluster(self) -> None:
         """Remove the state of the cluster; the token stays."""
-        for file in (self.store_log, self._started_file):
+        for file in (self.store_log, self._started_file, self.path / "members.json", self.path / "head.json"):
+            file.unlink(missing_ok=True)
+
+    def forget_copy(self) -> None:
+        """Remove what the head has given to its members."""
+        for file in (self.log_copy, self.shared):
             file.unlink(missing_ok=True)
 
     def write(self, file: Path, text: str) -> None:

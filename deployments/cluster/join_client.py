@@ -1,18 +1,16 @@
 """Asks the head of a cluster what a machine that wants to join must agree with."""
 
-import hmac
-import http.client
 import json
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from deployments.cluster import ports
-from deployments.cluster.facts import Facts
-from deployments.cluster.join_server import CHALLENGE_PATH, FACTS_PATH, TRANSFER_BYTES, TRANSFER_PATH
-from deployments.cluster.proof import NONCE, PROOF, proof_of_head, proof_of_member
+from deployments.cluster.comparison import Line, Link, compare
+from deployments.cluster.facts import Facts, read_facts
+from deployments.cluster.join_server import FACTS_PATH, TRANSFER_BYTES, TRANSFER_PATH
+from deployments.cluster.proof_client import TIMEOUT_S, NoAnswer, NotOfCluster, ProofClient
 
-TIMEOUT_S = 20.0
 MAX_ANSWER_BYTES = 2**20
 
 
@@ -37,6 +35,8 @@ class HeadAnswer:
     """Address of this machine on its connection to the head."""
     clock_difference_s: float
     """Time of the head minus time of this machine, for half of the round trip each way."""
+    term: int
+    """Of the head, see headship.py."""
 
 
 class HeadClient:
@@ -45,14 +45,14 @@ class HeadClient:
     Args:
         head: HOST, or HOST:PORT.
         token: Of the cluster.
+        timeout_s: Longest silence of the head.
     """
 
-    def __init__(self, head: str, token: str):
+    def __init__(self, head: str, token: str, timeout_s: float = TIMEOUT_S):
         host, _, port = head.rpartition(":") if head.count(":") == 1 else (head, "", "")
         if not host or (port and not port.isdigit()):
             raise HeadRefused(f"the head is {head!r}; it must be like 192.168.1.10, or 192.168.1.10:{ports.JOIN}")
-        self._host, self._port = host, int(port or ports.JOIN)
-        self._token = token
+        self._client = ProofClient(host, int(port or ports.JOIN), token, timeout_s)
 
     def facts(self) -> HeadAnswer:
         """Ask for the facts. Raises HeadRefused."""
@@ -63,12 +63,11 @@ class HeadClient:
             value: dict[str, Any] = json.loads(body)
             facts = Facts.of_json(value["facts"])
             offset = facts.time_s - (asked_s + answered_s) / 2
-            return HeadAnswer(
-                facts, value["gcs"], value["url"], value["resources"], value["seen_address"], own_address, offset
-            )
+            known = value["gcs"], value["url"], value["resources"], value["seen_address"]
+            return HeadAnswer(facts, *known, own_address, offset, value["term"])
         except (ValueError, KeyError, TypeError) as error:
             raise HeadRefused(
-                f"{self._named()} is of another version of Orchard: its facts cannot be read ({error!r})"
+                f"{self._client} is of another version of Orchard: its facts cannot be read ({error!r})"
             ) from None
 
     def bytes_per_s(self) -> float:
@@ -79,31 +78,29 @@ class HeadClient:
 
     def _ask(self, path: str, most: int) -> tuple[bytes, str]:
         """Return the answer to a question, and this machine's address on the way."""
-        nonce = str(json.loads(self._get(CHALLENGE_PATH, {}, 4096)[0])["nonce"])
-        headers = {NONCE: nonce, PROOF: proof_of_member(self._token, nonce, path)}
-        body, proof, own_address = self._get(path, headers, most)
-        if not hmac.compare_digest(proof.encode(), proof_of_head(self._token, nonce, body).encode()):
-            raise HeadRefused(f"{self._named()} has not proved that it has the token: it is no head of this cluster")
-        return body, own_address
-
-    def _get(self, path: str, headers: dict[str, str], most: int) -> tuple[bytes, str, str]:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
         try:
-            connection.request("GET", path, headers=headers)
-            own_address = connection.sock.getsockname()[0]
-            answer = connection.getresponse()
-            body = answer.read(most + 1)
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            return self._client.ask(path, most)
+        except NoAnswer as reason:
             raise HeadRefused(
-                f"no head answers at {self._named()} ({reason}). Start it there by `orchard serve --cluster`, which "
+                f"no head answers at {self._client} ({reason}). Start it there by `orchard serve --cluster`, which "
                 "prints the command that joins it"
             ) from None
-        finally:
-            connection.close()
-        if answer.status != 200 or len(body) > most:
-            raise HeadRefused(f"{self._named()} answered {answer.status}: {body[:200].decode(errors='replace')}")
-        return body, answer.headers.get(PROOF, ""), own_address
+        except NotOfCluster as refused:
+            raise HeadRefused(str(refused)) from None
 
-    def _named(self) -> str:
-        return f"{self._host}:{self._port}"
+
+def compare_with_head(head: HeadClient, answer: HeadAnswer, address: str) -> list[Line]:
+    """Compare this machine with the head; return one line for each thing that is compared.
+
+    Args:
+        head: The head.
+        answer: Its facts.
+        address: Address of this machine, for Ray.
+
+    Raises:
+        HeadRefused: The head does not answer.
+    """
+    own = read_facts((checkpoint.model, checkpoint.revision) for checkpoint in answer.facts.checkpoints)
+    host = answer.gcs.rpartition(":")[0]
+    link = Link(answer.clock_difference_s, head.bytes_per_s(), address, answer.seen_address, host)
+    return compare(answer.facts, own, link)

@@ -1,31 +1,17 @@
-"""JoinServer: answers `orchard join` on the head, at a port of its own.
+"""The questions of `orchard join`, which the head answers at a port of its own. The facts are no secret."""
 
-It is no path of the ingress, because a machine must be able to ask before it belongs to the cluster, while the ingress
-may listen on loopback alone, has other keys, and needs an engine. The token is not sent: both ends prove that they
-have it (proof.py), for a nonce that the head accepts once. The facts themselves are not encrypted; they are no secret.
-"""
-
-import hmac
 import json
 import secrets
-import threading
-import time
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from deployments.cluster.proof import NONCE, PROOF, proof_of_head, proof_of_member
+from deployments.cluster.proof_server import Answer, ProofServer, Question
 
-CHALLENGE_PATH, FACTS_PATH, TRANSFER_PATH = "/challenge", "/facts", "/transfer"
+FACTS_PATH, TRANSFER_PATH = "/facts", "/transfer"
 TRANSFER_BYTES = 8 * 2**20
-NONCE_S = 30.0
-MAX_NONCES = 256
-MAX_CONNECTIONS = 16
-TIMEOUT_S = 10.0
-"""Longest silence of a client."""
 
 
-class JoinServer:
+class JoinServer(ProofServer):
     """The endpoint.
 
     Args:
@@ -33,107 +19,23 @@ class JoinServer:
         port: Port to listen on; 0: any.
         token: Of the cluster.
         facts: Returns the JSON object that a joining machine needs; called once per question.
+        more: Further paths, and what answers them.
     """
 
-    def __init__(self, host: str, port: int, token: str, facts: Callable[[], dict[str, Any]]):
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: str,
+        facts: Callable[[], dict[str, Any]],
+        more: Mapping[str, Answer] | None = None,
+    ):
         """Bind the port. Raises OSError."""
-        self._nonces = _Nonces()
-        self._server = _Server((host, port), _handler(token, facts, self._nonces))
-        self.port: int = self._server.server_address[1]
 
-    def start(self) -> None:
-        """Answer in threads of its own."""
-        threading.Thread(target=self._server.serve_forever, name="join", daemon=True).start()
+        def tell(question: Question) -> bytes:
+            return json.dumps({**facts(), "seen_address": question.sender}).encode()
 
-    def stop(self) -> None:
-        """Stop and release the port."""
-        self._server.shutdown()
-        self._server.server_close()
+        def transfer(question: Question) -> bytes:
+            return secrets.token_bytes(TRANSFER_BYTES)
 
-
-class _Nonces:
-    """Nonces that were given out, each of which is accepted once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._made: dict[str, float] = {}
-
-    def make(self) -> str | None:
-        """Return a nonce; None if there are MAX_NONCES that are still valid."""
-        now = time.monotonic()
-        with self._lock:
-            self._made = {nonce: made for nonce, made in self._made.items() if now - made < NONCE_S}
-            if len(self._made) >= MAX_NONCES:
-                return None
-            nonce = secrets.token_hex(16)
-            self._made[nonce] = now
-            return nonce
-
-    def use(self, nonce: str) -> bool:
-        with self._lock:
-            made = self._made.pop(nonce, None)
-        return made is not None and time.monotonic() - made < NONCE_S
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, *arguments: Any):
-        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        super().__init__(*arguments)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._slots.acquire(blocking=False):
-            self.shutdown_request(request)  # the client reads the end of the connection
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._slots.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a client that has gone."""
-
-
-def _handler(token: str, facts: Callable[[], dict[str, Any]], nonces: _Nonces) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        timeout = TIMEOUT_S
-        server_version, sys_version = "Orchard", ""
-
-        def do_GET(self) -> None:
-            if self.path == CHALLENGE_PATH:
-                nonce = nonces.make()
-                if nonce is None:
-                    self._answer(503, b'{"error": "too many machines ask at once; try again in a minute"}')
-                else:
-                    self._answer(200, json.dumps({"nonce": nonce}).encode())
-                return
-            nonce, proof = self.headers.get(NONCE, ""), self.headers.get(PROOF, "")
-            expected = proof_of_member(token, nonce, self.path)
-            if not (nonces.use(nonce) and hmac.compare_digest(proof.encode(), expected.encode())):
-                self._answer(403, b'{"error": "the token is not that of this cluster"}')
-                return
-            if self.path == FACTS_PATH:
-                body = json.dumps({**facts(), "seen_address": self.client_address[0]}).encode()
-            elif self.path == TRANSFER_PATH:
-                body = secrets.token_bytes(TRANSFER_BYTES)
-            else:
-                self._answer(404, b'{"error": "no such path"}')
-                return
-            self._answer(200, body, {PROOF: proof_of_head(token, nonce, body)})
-
-        def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            for name, value in (headers or {}).items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    return Handler
+        super().__init__(host, port, token, {FACTS_PATH: tell, TRANSFER_PATH: transfer, **(more or {})})

@@ -42,6 +42,11 @@ def own_address(interface: str | None = None) -> str:
     return next(iter(outside.values()))
 
 
+def addresses_here() -> list[str]:
+    """Return the IPv4 addresses of this machine besides loopback."""
+    return [address for address in _addresses().values() if not ip_address(address).is_loopback]
+
+
 def _addresses() -> dict[str, str]:
     """Return interface to its first IPv4 address."""
     return {

@@ -51,11 +51,18 @@ class NodeOptions:
     """ADDRESS:PORT of the head's GCS; None: this machine is the head."""
     dashboard: bool = False
     """Whether the head has Ray's dashboard."""
+    is_beside: bool = False
+    """Whether the head runs beside the Ray of a member on this machine, which has the engine: it then only leads."""
     secret_options: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def ports(self) -> Mapping[str, int]:
+        """Option of `ray start` to port."""
+        return ports.BESIDE if self.is_beside else ports.NODE
 
     def command(self) -> list[str]:
         """Return the command that starts it."""
-        numbers = dict(ports.NODE)
+        numbers = dict(self.ports)
         if self.head_address is None:
             numbers |= {"port": ports.GCS, **ports.HEAD_ONLY}
             own = ["--head", f"--include-dashboard={str(self.dashboard).lower()}", "--dashboard-host=127.0.0.1"]
@@ -69,6 +76,7 @@ class NodeOptions:
             *(f"--{name}={port}" for name, port in numbers.items()),
             f"--resources={json.dumps(dict(self.resources))}",
             f"--object-store-memory={self.object_store_bytes}",
+            *(["--num-cpus=0"] if self.is_beside else ()),
             *self.secret_options,
             "--block",
         ]
@@ -107,17 +115,25 @@ class RayNode:
         self._environ = environ
         self._output = output
         self._process: subprocess.Popen[bytes] | None = None
+        self._attached: psutil.Process | None = None
 
     @property
     def pid(self) -> int:
         """Process of `ray start`."""
-        assert self._process is not None
-        return self._process.pid
+        process = self._process or self._attached
+        assert process is not None
+        return process.pid
 
     @property
     def has_ended(self) -> bool:
         """Whether a node that was started runs no longer."""
+        if self._attached is not None:
+            return not _runs(self._attached)
         return self._process is not None and self._process.poll() is not None
+
+    def attach(self, pid: int) -> None:
+        """Take over a node that a process before this one has started. Raises psutil.NoSuchProcess."""
+        self._attached = psutil.Process(pid)
 
     def start(self) -> None:
         """Start Ray; return when it runs. Raises RayFailed."""
@@ -141,10 +157,11 @@ class RayNode:
 
     def stop(self) -> None:
         """End Ray's processes on this machine."""
-        if self._process is None:
-            return
-        end_session(self._process.pid)
-        self._process.wait()
+        if self._attached is not None:
+            end_session(self._attached.pid)
+        if self._process is not None:
+            end_session(self._process.pid)
+            self._process.wait()
 
     def _is_up(self) -> bool:
         """Wait for the start. A raylet whose agents are too slow ends after 15 s, and `ray start` waits on for it."""
@@ -167,6 +184,12 @@ class RayNode:
 
     def _printed(self) -> str:
         return self._output.read_text(errors="replace")
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def end_session(pid: int) -> None:

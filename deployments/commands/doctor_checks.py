@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from deployments.cluster.cluster_view import FRESH_S
 from deployments.commands.doctor_readings import Readings
 from deployments.commands.output import size
 
@@ -198,6 +199,25 @@ def _check_ray_token(found: Readings) -> Finding:
     return Finding("green", "~/.ray/auth_token is private")
 
 
+def _check_cluster(found: Readings) -> Finding:
+    view = found.cluster
+    if found.cluster_problem is not None:
+        return Finding("red", found.cluster_problem, "`orchard leave --force` on a member, then `orchard join` again")
+    if view is None:
+        return Finding("none", "this machine belongs to no cluster")
+    if view.heard_age_s > FRESH_S:
+        return Finding(
+            "red",
+            f"the head is silent: {view.describe()}",
+            f"give its command again on {view.head}, by which the same cluster goes on; if it is gone for good, "
+            "`orchard serve --cluster --adopt` on the machine with the newest copy",
+        )
+    if view.num_members and not view.num_fresh:
+        text = f"no machine has an up-to-date copy of the head's log: {view.describe()}"
+        return Finding("yellow", text, "wait half a minute; the members' ~/.orchard/cluster/member.log tells more")
+    return Finding("green", view.describe())
+
+
 def _check_open_files(found: Readings) -> Finding:
     if found.hard_open_files is not None and found.hard_open_files < MIN_OPEN_FILES:
         return Finding(
@@ -261,6 +281,7 @@ CHECKS: dict[str, Callable[[Readings], Finding]] = {
     "Ray": _check_ray,
     "Ray's folder": _check_ray_dir,
     "Ray's token": _check_ray_token,
+    "cluster": _check_cluster,
     "local network": _check_local_network,
     "server": _check_server,
 }

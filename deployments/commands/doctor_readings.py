@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from deployments.cluster.cluster_view import ClusterView, NoView, read_view
+from deployments.cluster.folder import ClusterFolder, FolderError
 from deployments.commands.connection import DEFAULT_URL, Connection, Refused, Unreachable
 from deployments.commands.models_on_disk import hub_folder
 from deployments.commands.output import CommandError
@@ -67,6 +69,8 @@ class Readings:
     ray_pids: tuple[int, ...] = ()
     token_mode: int | None = None  # Mode of ~/.ray/auth_token.
     is_token_exposed: bool = False  # Whether other users of this machine can read it.
+    cluster: ClusterView | None = None  # None: this machine belongs to no cluster of Orchard's.
+    cluster_problem: str | None = None  # Why the cluster is not known.
     hard_open_files: int | None = None  # None: unlimited.
     disk: dict[str, int] = field(default_factory=dict)  # Folder to its free bytes.
     hub_problem: str | None = None  # None: reachable, or not asked.
@@ -105,6 +109,7 @@ def take(
     peer_errno, peer_seconds = _reach(peer) if peer else (None, 0.0)
     keys_file = None if config is None else config.args.http.api_keys_file
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    cluster, cluster_problem = _cluster()
     return Readings(
         system=platform.system(),
         machine=platform.machine(),
@@ -133,6 +138,8 @@ def take(
         ray_pids=tuple(p.pid for p in psutil.process_iter(["name"]) if p.info["name"] in RAY_PROCESSES),
         token_mode=_mode(token := Path.home() / ".ray" / "auth_token"),
         is_token_exposed=_is_exposed(token),
+        cluster=cluster,
+        cluster_problem=cluster_problem,
         hard_open_files=None if hard == resource.RLIM_INFINITY else hard,
         disk=_disk((hub_folder(), Path(ray_dir))),
         hub_problem=_hub_problem() if asks_hub else None,
@@ -165,6 +172,13 @@ def _server(url: str, key: str | None) -> tuple[str | None, str | None]:
     except CommandError as error:
         return str(error), None
     return None, None
+
+
+def _cluster() -> tuple[ClusterView | None, str | None]:
+    try:
+        return read_view(ClusterFolder()), None
+    except (NoView, FolderError) as reason:
+        return None, str(reason)
 
 
 def _port_problem(host: str, port: int) -> str | None:

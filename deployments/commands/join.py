@@ -2,21 +2,23 @@
 
 import argparse
 import os
+import subprocess
 import sys
 import time
 from typing import Any
 
-from deployments.cluster.comparison import Line, Link, compare
-from deployments.cluster.facts import read_facts
-from deployments.cluster.folder import ClusterFolder, FolderError
-from deployments.cluster.join_client import HeadAnswer, HeadClient, HeadRefused
-from deployments.cluster.membership import Membership, read_membership, write_membership
+from deployments.cluster.comparison import Line
+from deployments.cluster.folder import HEAD_LOCK, ClusterFolder, FolderError
+from deployments.cluster.join_client import HeadAnswer, HeadClient, HeadRefused, compare_with_head
+from deployments.cluster.membership import Membership, read_membership
 from deployments.cluster.own_address import NoAddress, own_address
-from deployments.cluster.ray_node import NodeOptions, RayFailed, RayNode, contradiction_in, set_variables
+from deployments.cluster.ray_node import contradiction_in, set_variables
 from deployments.commands.connection import KEY_VARIABLE, Connection, Refused, Unreachable
+from deployments.commands.member_process import OUTPUT, MemberSettings, start_agent
 from deployments.commands.nodes import show_nodes
-from deployments.commands.output import CommandError, say, show, show_json
+from deployments.commands.output import CommandError, UsageError, say, show, show_json
 from deployments.serve_run.environment import raise_open_files, set_defaults
+from engine.process_lock import holder_of
 
 REFUSED = 2
 TOKEN_VARIABLE = "ORCHARD_CLUSTER_TOKEN"
@@ -25,6 +27,8 @@ READY_S = 900.0
 OTHERS_S = 15.0
 """Time for the ingress on this machine to hear of the other engines."""
 POLL_S = 1.0
+MIN_ALONE_S = 15.0
+"""A head that is only busy is silent for some seconds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,19 +43,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="compare, and start nothing")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
     parser.add_argument("--object-store-mib", type=int, default=512, help="shared memory for images; default: 512")
+    parser.add_argument(
+        "--alone-after",
+        type=float,
+        metavar="SECONDS",
+        help="when the head has been silent for so long, leave and serve alone on loopback until it answers again; "
+        f"at least {MIN_ALONE_S:g}; default: never",
+    )
     parser.add_argument("--key", help=f"API key with which to wait for the engine; default: {KEY_VARIABLE}")
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the verb; return its exit status: 2 if this machine may not join."""
+    if options.alone_after is not None and not options.alone_after >= MIN_ALONE_S:
+        raise UsageError(f"--alone-after is {options.alone_after:g} s; it must be at least {MIN_ALONE_S:g} s")
     folder = ClusterFolder()
     try:
+        if (head := holder_of(folder.path / HEAD_LOCK)) is not None:
+            raise CommandError(f"this machine is the head of a cluster, by {head}: stop that first")
         if (member := read_membership(folder)) is not None:
             raise CommandError(f"this machine belongs to the cluster of {member.head}: run `orchard leave` first")
         token = _token(options.token, folder)
         head = HeadClient(options.head, token)
         answer = head.facts()
-        lines = _compare(head, answer, options)
+        address = own_address(options.interface) if options.interface else answer.own_address
+        lines = compare_with_head(head, answer, address)
     except (FolderError, HeadRefused, NoAddress) as error:
         raise CommandError(str(error)) from None
     _show(lines, options.json)
@@ -60,7 +76,6 @@ def run(options: argparse.Namespace) -> int:
         return REFUSED
     if options.check:
         return 0
-    address = own_address(options.interface) if options.interface else answer.own_address
     _start(folder, token, answer, address, options)
     member = read_membership(folder)
     if member is None:
@@ -77,15 +92,6 @@ def _token(given: str | None, folder: ClusterFolder) -> str:
     return folder.token()
 
 
-def _compare(head: HeadClient, answer: HeadAnswer, options: argparse.Namespace) -> list[Line]:
-    own = read_facts((checkpoint.model, checkpoint.revision) for checkpoint in answer.facts.checkpoints)
-    address = own_address(options.interface) if options.interface else answer.own_address
-    link = Link(
-        answer.clock_difference_s, head.bytes_per_s(), address, answer.seen_address, answer.gcs.rpartition(":")[0]
-    )
-    return compare(answer.facts, own, link)
-
-
 def _show(lines: list[Line], as_json: bool) -> None:
     if as_json:
         fields = ("name", "is_green", "text", "remedy")
@@ -100,23 +106,45 @@ def _show(lines: list[Line], as_json: bool) -> None:
 
 
 def _start(folder: ClusterFolder, token: str, answer: HeadAnswer, address: str, options: argparse.Namespace) -> None:
-    """Start Ray, whose processes outlive this one. Raises CommandError."""
-    environ = dict(os.environ)
-    if (reason := contradiction_in(environ)) is not None:
+    """Start the member process and Ray, which outlive this one. Raises CommandError."""
+    ray_environ = dict(os.environ)
+    if (reason := contradiction_in(ray_environ)) is not None:
         raise CommandError(reason)
     try:
         folder.make()
         folder.write_token(token)
-        set_variables(environ, folder.token_file)
-        set_defaults(environ, "ray")
+        folder.forget_cluster()  # that this machine was the head of, with another token
+        set_variables(ray_environ, folder.token_file)
+        set_defaults(ray_environ, "ray")
         raise_open_files()
-        node = NodeOptions(address, answer.resources, options.object_store_mib * 2**20, answer.gcs)
-        ray = RayNode(node, environ, folder.ray_output)
+        settings = MemberSettings(
+            head=options.head,
+            gcs=answer.gcs,
+            term=answer.term,
+            address=address,
+            url=answer.url,
+            resources=answer.resources,
+            object_store_bytes=options.object_store_mib * 2**20,
+            alone_after_s=options.alone_after,
+            ray_environ={name: value for name, value in ray_environ.items() if os.environ.get(name) != value},
+        )
         say("Starting Ray.")
-        ray.start()
-        write_membership(folder, ray.pid, options.head, answer.url)
-    except (FolderError, RayFailed) as error:
+        agent = start_agent(settings, folder)
+        try:
+            _await_ray(agent, folder)
+        except BaseException:
+            agent.terminate()
+            raise
+    except FolderError as error:
         raise CommandError(str(error)) from None
+
+
+def _await_ray(agent: "subprocess.Popen[str]", folder: ClusterFolder) -> None:
+    """Wait until the member process has started Ray. Raises CommandError."""
+    while read_membership(folder) is None:
+        if agent.poll() is not None:
+            raise CommandError((folder.path / OUTPUT).read_text(errors="replace").strip())
+        time.sleep(POLL_S)
 
 
 def _await_engine(member: Membership, key: str | None) -> int:
@@ -125,7 +153,9 @@ def _await_engine(member: Membership, key: str | None) -> int:
     server, deadline, alone_since = Connection(member.url, key), time.monotonic() + READY_S, None
     while time.monotonic() < deadline:
         if not member.is_running:
-            raise CommandError("Ray has ended on this machine; `orchard join` starts it again")
+            raise CommandError(
+                "Ray has ended on this machine; see `orchard nodes`, or run `orchard leave` and `orchard join`"
+            )
         try:
             status = server.status()
         except Unreachable:

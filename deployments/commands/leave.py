@@ -1,23 +1,24 @@
-"""Leave the cluster: move the answers of this machine to the others, then stop its Ray."""
+"""Leave the cluster: move the answers and the snapshots of this machine to the others, then stop its Ray."""
 
 import argparse
 import os
-import time
 
-from deployments.cluster.folder import ClusterFolder, FolderError
-from deployments.cluster.membership import Membership, forget_membership, read_membership
+from deployments.cluster.folder import HEAD_LOCK, ClusterFolder, FolderError
+from deployments.cluster.headship import read_headship
+from deployments.cluster.membership import forget_membership, read_membership
 from deployments.cluster.ray_node import end_session
-from deployments.commands.connection import KEY_VARIABLE, Connection, Refused, Unreachable
+from deployments.commands.connection import KEY_VARIABLE, TIMEOUT_S, Connection, Refused, Unreachable
+from deployments.commands.drain import DEADLINE_S, add_deadline
+from deployments.commands.leaving import drain_member
+from deployments.commands.member_process import end_agent
 from deployments.commands.output import CommandError, say
-
-IN_FLIGHT_S = 30.0
-"""Time for the answers that clients read through this machine to end, which their engine's move does not do."""
-POLL_S = 0.5
+from engine.process_lock import holder_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
     parser.add_argument("--force", action="store_true", help="stop Ray also if the answers cannot be moved")
+    add_deadline(parser)
     parser.add_argument("--key", help=f"administrative API key; default: the variable {KEY_VARIABLE}")
 
 
@@ -25,36 +26,26 @@ def run(options: argparse.Namespace) -> int:
     """Run the verb; return its exit status."""
     folder = ClusterFolder()
     try:
-        member = read_membership(folder)
+        member, headship = read_membership(folder), read_headship(folder)
     except FolderError as error:
         raise CommandError(str(error)) from None
     if member is None:
         raise CommandError("this machine belongs to no cluster, or its Ray has ended")
+    if holder_of(folder.path / HEAD_LOCK) is not None and not options.force:
+        raise CommandError("this machine is also the head of its cluster: stop `orchard serve` first, or give --force")
     try:
-        _drain(Connection(member.url, options.key or os.environ.get(KEY_VARIABLE)), member)
+        if member.is_running:  # else it serves alone, and that server drains by itself
+            timeout_s = TIMEOUT_S + (options.deadline or DEADLINE_S)
+            server = Connection(member.url, options.key or os.environ.get(KEY_VARIABLE), timeout_s)
+            drain_member(server, member, options.deadline)
     except (Unreachable, Refused) as error:
         if not options.force:
             raise CommandError(f"the answers cannot be moved: {error}. `orchard leave --force` ends them") from None
         say(f"The answers were not moved: {error}")
-    end_session(member.pid)
+    end_agent(member)
+    if member.is_running:
+        end_session(member.pid)
     forget_membership(folder)
-    say(f"This machine has left the cluster of {member.head}.")
+    folder.forget_copy()
+    say(f"This machine has left the cluster of {member.head if headship is None else headship.address}.")
     return 0
-
-
-def _drain(server: Connection, member: Membership) -> None:
-    """Move the answers away, and wait for those that go through this machine's ingress. Raises Unreachable, Refused."""
-    node_id = member.node_id()
-    if node_id is None:
-        return  # Ray has ended meanwhile
-    server.post(f"/v1/nodes/{node_id}/drain", {})
-    deadline = time.monotonic() + IN_FLIGHT_S
-    while (num_left := _num_in_flight(server, node_id)) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    if num_left:
-        say(f"{num_left} answers that clients read through this machine have not ended within {IN_FLIGHT_S:g} s.")
-
-
-def _num_in_flight(server: Connection, node_id: str) -> int:
-    ingresses = server.status()["ingress"]
-    return sum(ingress["num_in_flight"] for ingress in ingresses if ingress["node_id"] == node_id)

@@ -1,12 +1,14 @@
-"""List the nodes of a running server: what each engine does, and what it has room for."""
+"""List the nodes of a running server: what each engine does, what it has room for, and the copies of the head's log."""
 
 import argparse
 from collections.abc import Iterator
 from typing import Any
 
+from deployments.cluster.cluster_view import view_line
+from deployments.cluster.folder import ClusterFolder
 from deployments.commands import connection
 from deployments.commands.connection import Connection
-from deployments.commands.output import console, show_json, size, table
+from deployments.commands.output import console, show, show_json, size, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +25,8 @@ def run(options: argparse.Namespace) -> int:
         show_json(status["engines"])
     else:
         show_nodes(status["engines"])
+        if (line := view_line(ClusterFolder())) is not None:
+            show(line)
     return 0 if status.get("ready") else 1
 
 

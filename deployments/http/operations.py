@@ -1,5 +1,7 @@
 """The routes for operators: health, status, and the prefix cache."""
 
+from dataclasses import asdict
+
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -7,6 +9,11 @@ from starlette.responses import JSONResponse, Response
 from deployments.http.access import READY_PATHS, AdministratorOnly
 from deployments.http.context import HttpContext
 from deployments.http.status_view import status_of, viewed
+from deployments.protocol import HAND_OVER_S
+from engine.protocol import InvalidRequest
+
+DEADLINE, MAX_DEADLINE_S = "deadline_s", 3600.0
+"""Parameter of a drain, and its largest value."""
 
 
 class Operations:
@@ -24,7 +31,10 @@ class Operations:
         describe("/v1/cache", "DELETE", None, "Empty the prefix caches; an administrative request.")
         app.add_route("/v1/nodes/{id}/drain", guard(self.drain), ["POST", "DELETE"])
         describe(
-            "/v1/nodes/{id}/drain", "POST", None, "Move all answers of a node to others; an administrative request."
+            "/v1/nodes/{id}/drain",
+            "POST",
+            None,
+            "Move all answers of a node to others, and its snapshots within `deadline_s`; an administrative request.",
         )
         describe(
             "/v1/nodes/{id}/drain", "DELETE", None, "Let a drained node take requests again; an administrative request."
@@ -48,8 +58,12 @@ class Operations:
         if not request.state.is_administrative:
             raise AdministratorOnly(f"{request.method} /v1/nodes/{{id}}/drain")
         id, is_back = request.path_params["id"], request.method == "DELETE"
-        await self._context.backend.drain_node(id, is_back)
-        return JSONResponse({"id": id, "object": "node.drain", "draining": not is_back})
+        answer, deadline_s = {"id": id, "object": "node.drain", "draining": not is_back}, _deadline_s(request)
+        if is_back:
+            await self._context.backend.undo_drain(id)
+            return JSONResponse(answer)
+        moved = await self._context.backend.drain_node(id, HAND_OVER_S if deadline_s is None else deadline_s)
+        return JSONResponse({**answer, "snapshots": asdict(moved)})
 
     async def status(self, request: Request) -> Response:
         return JSONResponse(await status_of(self._context, request))
@@ -60,3 +74,24 @@ class Operations:
                 raise AdministratorOnly("DELETE /v1/cache")
             return JSONResponse(await self._context.backend.clear_cache())
         return JSONResponse(viewed(request, await self._context.backend.cache_status()))
+
+
+def _deadline_s(request: Request) -> float | None:
+    """Return the seconds that a drained node has for its snapshots; None if the client names none.
+
+    Raises:
+        InvalidRequest: It is no such number, or the node is not being drained.
+    """
+    sent = dict(request.query_params)
+    for name in sent:
+        if name != DEADLINE or request.method == "DELETE":
+            raise InvalidRequest(f"{request.method} /v1/nodes/{{id}}/drain has no parameter {name!r}", name)
+    if (text := sent.get(DEADLINE)) is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MAX_DEADLINE_S:
+        raise InvalidRequest(f"{DEADLINE} is {text!r}; it must be a number from 0 to {MAX_DEADLINE_S:g}", DEADLINE)
+    return seconds

@@ -1,6 +1,6 @@
 """The engine's metrics for which vLLM has no name."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import get_args
 
 from deployments.metrics.metric import Metric, Sample
@@ -9,7 +9,7 @@ from deployments.metrics.reading import Read, engine_value, engine_values, of_re
 from deployments.metrics.vllm_metrics import PROPOSERS, drafts
 from engine.cache_miss import CacheMissReason
 from engine.figures import EngineFigures
-from engine.snapshot_store.wire import FetchFailure
+from engine.snapshot_store.wire import FetchFailure, NotTaken, Purpose
 from engine.timeline import Obstacle, PreemptionReason
 
 ACCOUNTS = ("weights", "row", "prefill", "transient", "prefix_cache", "image_cache", "unaccounted", "free")
@@ -66,6 +66,15 @@ def _disk_value(name: str, scale: float = 1) -> Read:
 def _fetch_value(name: str) -> Read:
     """Read a figure of the exchange with other nodes; no sample without one."""
     return engine_value(lambda engine: None if engine.fetch is None else getattr(engine.fetch, name))
+
+
+def _taken_over(name: str) -> Callable[[EngineFigures], Mapping[str, float]]:
+    """Return the reading of a figure by purpose, also of those that there was no snapshot for."""
+    return lambda engine: {} if engine.fetch is None else _counts(Purpose, getattr(engine.fetch, name))
+
+
+def _not_taken_over(engine: EngineFigures) -> Mapping[str, float]:
+    return {} if engine.fetch is None else _counts(NotTaken, engine.fetch.not_taken_over)
 
 
 def _fetch_failures(engine: EngineFigures) -> Mapping[str, float]:
@@ -378,6 +387,32 @@ CACHE_METRICS = (
         "Prefixes that other nodes have and that were computed, by reason, such as `timeout` or `damaged`; `slow`: "
         "computing was predicted to be faster.",
         engine_values(_fetch_failures),
+        ("reason",),
+    ),
+    Metric(
+        "orchard:taken_over_snapshots",
+        "counter",
+        "",
+        "Those of the fetched snapshots that no prompt waited for, by purpose: `drain`, from a node that left; "
+        "`warm_up`, what prompts share, after this node had joined; `replica`, copies (prefix_cache.replicate).",
+        engine_values(_taken_over("taken_over")),
+        ("purpose",),
+    ),
+    Metric(
+        "orchard:taken_over_bytes",
+        "counter",
+        "bytes",
+        "Their bytes, those of incomplete transfers included.",
+        engine_values(_taken_over("taken_over_bytes")),
+        ("purpose",),
+    ),
+    Metric(
+        "orchard:not_taken_over_snapshots",
+        "counter",
+        "",
+        "Snapshots that another node offered and that are not here, by reason, such as `room` (what is here is worth "
+        "more), `deadline` or `cut`.",
+        engine_values(_not_taken_over),
         ("reason",),
     ),
     Metric(

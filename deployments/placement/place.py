@@ -3,11 +3,12 @@
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from statistics import median
 
 from deployments.placement.homes import Homes
 from deployments.placement.rendezvous import Rendezvous
-from engine.placement import Question, Quote
+from engine.placement import ConversationKeys, MovableSnapshot, Question, Quote
 
 NUM_HASHED = 2
 """Nodes that are asked because of the conversation's key."""
@@ -125,6 +126,28 @@ class Placement:
             return []
         silent = [node_id for node_id, quote in quotes.items() if quote is None and is_continued]
         return [*silent, *self._ranked(question, NUM_MORE, {*quotes, *without})]
+
+    def successor(self, snapshot: MovableSnapshot, without: Collection[str]) -> str | None:
+        """Return the node that is asked first for what a snapshot belongs to, if it can take the snapshot over.
+
+        Args:
+            snapshot: A snapshot that leaves its node.
+            without: Nodes to leave out: its own.
+        """
+        keys = ConversationKeys(snapshot.key, snapshot.key)
+        question = Question("", keys, snapshot.num_tokens, has_images=snapshot.has_images)
+        alone = {node_id for node_id, address in self.addresses.items() if not address}
+        ranked = self._ranked(question, 1, {*without, *alone})
+        return ranked[0] if ranked else None
+
+    def neighbours(self, node_id: str, num_nodes: int) -> list[str]:
+        """Return nodes from which a node that has joined may take over what many prompts share.
+
+        They differ from node to node, so that several that join at the same time do not all ask the same ones.
+        """
+        key = int.from_bytes(blake2b(node_id.encode(), digest_size=8).digest())
+        sharing = {other: 1.0 for other, address in self.addresses.items() if address and other != node_id}
+        return Rendezvous(sharing).ranked(key, num_nodes)
 
     def choose(self, question: Question, quotes: Mapping[str, Quote | None]) -> str | None:
         """Return the node for the request; None if every node refuses it. See the function `choose`.

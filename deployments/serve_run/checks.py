@@ -17,6 +17,8 @@ from engine.protocol import EngineFailed
 from engine.smollm2 import SMOLLM2, is_made
 
 CONNECT_S = 2.0
+RELAY_S = 3.0
+"""Longer than a relay tries to connect; Ray's GCS speaks at once."""
 MODEL_CHECK_S = 120.0
 RAY_PROCESSES = ("raylet", "gcs_server")
 
@@ -106,7 +108,8 @@ def finds_cluster(note: Path | None = None) -> bool:
         return False
     host = host.strip("[]")
     try:
-        socket.create_connection((host, int(port)), CONNECT_S).close()
+        with socket.create_connection((host, int(port)), CONNECT_S) as connection:
+            _refuse_closed(connection)
         return True
     except OSError as error:
         if not _is_this_machine(host):
@@ -122,6 +125,17 @@ def finds_cluster(note: Path | None = None) -> bool:
         note.unlink(missing_ok=True)
         say(f"The Ray cluster at {address}, noted in {note}, no longer runs ({error}): starting without it.")
         return False
+
+
+def _refuse_closed(connection: socket.socket) -> None:
+    """Raise ConnectionResetError if the other end closes: a member's relay, whose head does not answer."""
+    connection.settimeout(RELAY_S)
+    try:
+        is_open = bool(connection.recv(1))
+    except TimeoutError:
+        is_open = True
+    if not is_open:
+        raise ConnectionResetError("its head does not answer")
 
 
 def address_note() -> Path:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from deployments.cluster.folder import ClusterFolder, FolderError
+from deployments.serve_run.adoption import write_shared_config
 from deployments.serve_run.checks import CannotStart, ModelCheck, check_keys, check_machine, finds_cluster
 from deployments.serve_run.config_file import (
     DEFAULT_CONFIG,
@@ -49,23 +51,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         default=os.environ.get("RAY_ADDRESS"),
         help="Ray cluster to join; default: RAY_ADDRESS, else the cluster of the last `ray start`, else a new one",
     )
-    serve.add_argument(
-        "--cluster",
-        action="store_true",
-        help="be the head of a cluster that other machines join by `orchard join`, or continue the one that this "
-        "machine was the head of",
-    )
-    serve.add_argument(
-        "--interface",
-        metavar="NAME|ADDRESS",
-        help="with --cluster: interface by which the other machines reach this one, such as en0, or its address; "
-        "default: that of the default route",
-    )
-    serve.add_argument(
-        "--new-cluster",
-        action="store_true",
-        help="with --cluster: forget the cluster that this machine was the head of; machines that are still in it end",
-    )
+    _add_cluster_arguments(serve)
     serve.add_argument(
         "--dashboard",
         action=argparse.BooleanOptionalAction,
@@ -120,18 +106,60 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--check", action="store_true", help="write nothing, and exit with status 1 when anything is missing"
     )
     options = parser.parse_args(argv)
-    if options.command != "serve":
-        return options
+    if options.command == "serve":
+        _check_serve_arguments(serve, options)
+    return options
+
+
+def _check_serve_arguments(serve: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End the process with a message if the arguments contradict each other."""
     if options.model is not None and options.model.endswith((".yaml", ".yml")) and Path(options.model).is_file():
         serve.error(f"{options.model} is a configuration file: orchard serve --config {options.model}")
     if options.cluster and options.address:
         serve.error(f"--cluster makes a cluster; --address, or RAY_ADDRESS, names another one: {options.address}")
-    for name in ("interface", "new_cluster"):
+    for name in ("interface", "new_cluster", "adopt"):
         if getattr(options, name) and not options.cluster:
             serve.error(f"--{name.replace('_', '-')} has no effect without --cluster")
+    if options.force and not options.adopt:
+        serve.error("--force has no effect without --adopt")
+    for name in ("interface", "new_cluster"):
+        if getattr(options, name) and options.adopt:
+            serve.error(
+                f"--{name.replace('_', '-')} contradicts --adopt, which keeps the cluster and this member's address"
+            )
     if options.object_store_mib < 100:
         serve.error(f"--object-store-mib: {options.object_store_mib} is less than Ray's minimum of 100")
-    return options
+
+
+def _add_cluster_arguments(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument(
+        "--cluster",
+        action="store_true",
+        help="be the head of a cluster that other machines join by `orchard join`, or continue the one that this "
+        "machine was the head of",
+    )
+    serve.add_argument(
+        "--interface",
+        metavar="NAME|ADDRESS",
+        help="with --cluster: interface by which the other machines reach this one, such as en0, or its address; "
+        "default: that of the default route",
+    )
+    serve.add_argument(
+        "--new-cluster",
+        action="store_true",
+        help="with --cluster: forget the cluster that this machine was the head of; machines that are still in it end",
+    )
+    serve.add_argument(
+        "--adopt",
+        action="store_true",
+        help="with --cluster, on a member: take the cluster over from a head that is gone for good, with the copy of "
+        "its log that this machine has; without MODEL and --config with its configuration",
+    )
+    serve.add_argument(
+        "--force",
+        action="store_true",
+        help="with --adopt: also with a copy of the log that is older than the head's last answer",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,7 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _place_dashboards(options)
     set_defaults()
     try:
-        config = _read(options.config, options.model, options.port)
+        adopted = _adopted_config(options)
+        config = _read(adopted or options.config, options.model, options.port)
         if options.check:
             check_keys(config)
             say(describe(config, not_in_effect()))
@@ -154,13 +183,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         object_store_bytes, environment = options.object_store_mib * 2**20, not_in_effect()
         head = None
         if options.cluster:
-            chosen = HeadOptions(options.interface, options.new_cluster)
+            chosen = HeadOptions(options.interface, options.new_cluster, options.adopt, options.force)
             head = Head(config, chosen, options.dashboard, object_store_bytes)
             address = head.address
         else:
             address = options.address or ("auto" if finds_cluster() else None)
         model_check = None
-        if address is None or head is not None:
+        if head is not None and head.is_beside:
+            check_keys(config)  # port and GPU are those of the member's server on this machine
+        elif address is None or head is not None:
             check_keys(config)
             check_machine(config)
             model_check = ModelCheck(config)
@@ -173,6 +204,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(str(error))
         return 1
     return Server(config, address, options.dashboard, object_store_bytes, began_s, head).run()
+
+
+def _adopted_config(options: argparse.Namespace) -> str | None:
+    """Return the file with the head's configuration if --adopt names no other one. Raises CannotStart."""
+    if not options.adopt or options.model is not None or options.config is not None:
+        return None
+    try:
+        return write_shared_config(ClusterFolder())
+    except FolderError as error:
+        raise CannotStart(str(error)) from None
 
 
 def _check_model(options: argparse.Namespace) -> int:

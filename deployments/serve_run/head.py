@@ -5,19 +5,26 @@ again, the other machines, which wait for RECONNECT_S, belong to the same cluste
 """
 
 import os
+import secrets
+import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from deployments.args import AppArgs
 from deployments.cluster import ports
 from deployments.cluster.facts import read_facts
-from deployments.cluster.folder import ClusterFolder, FolderError
+from deployments.cluster.folder import HEAD_LOCK, ClusterFolder, FolderError
+from deployments.cluster.head_service import HeadService
+from deployments.cluster.headship import FIRST_TERM, Headship, write_headship
 from deployments.cluster.join_server import JoinServer
+from deployments.cluster.log_copy import age_text
+from deployments.cluster.membership import read_membership
 from deployments.cluster.own_address import NoAddress, own_address
 from deployments.cluster.ray_node import (
     RECONNECT_S,
@@ -28,6 +35,7 @@ from deployments.cluster.ray_node import (
     set_variables,
 )
 from deployments.cluster.store_process import StoreNotStarted, StoreProcess
+from deployments.serve_run.adoption import find_adoption, refuse_if_adopted, take_over, tell_replaced
 from deployments.serve_run.checks import CannotStart, address_note
 from deployments.serve_run.config_file import OrchardConfig
 from deployments.serve_run.effective import url_of
@@ -40,6 +48,9 @@ LEFTOVER_S = 30.0
 """Time for the processes of an earlier start, which end by themselves, to do so."""
 POLL_S = 0.5
 CONNECT_S = 1.0
+TELL_EVERY_S = 5.0
+BESIDE_STORE_BYTES = 100 * 2**20
+"""Shared memory of a head that only leads; Ray's smallest is 75 MiB."""
 
 SERVE_KEYS = ("http_options", "proxy_location", "logging_config", "tracing_config", "controller_options")
 """Entries of the configuration that Serve reads once, when its controller is first started."""
@@ -53,6 +64,10 @@ class HeadOptions:
     """Name or address of the interface by which the others reach this machine; None: that of the default route."""
     is_new: bool = False
     """Whether a new cluster replaces the one in the log."""
+    adopts: bool = False
+    """Whether this machine takes over the cluster that it is a member of."""
+    is_forced: bool = False
+    """Whether an old copy of the log is good enough for that."""
 
 
 class Head:
@@ -60,6 +75,7 @@ class Head:
 
     Attributes:
         address: HOST:PORT of the GCS, for `ray.init`.
+        is_beside: Whether a member's Ray runs on this machine, which has the engine, so that this head only leads.
     """
 
     def __init__(
@@ -81,32 +97,66 @@ class Head:
         self._store: StoreProcess | None = None
         self._ray: RayNode | None = None
         self._joins: JoinServer | None = None
+        self._service: HeadService | None = None
         self._is_stopping = threading.Event()
+        self._dashboard = dashboard
+        self._object_store_bytes = object_store_bytes
         try:
             self._folder.make()
-            self._lock = ProcessLock(self._folder.path / "head.lock")
-            self.token = self._folder.token()
-            self._host = own_address(options.interface)
-            if options.is_new:
-                self._folder.forget_cluster()
-            self._started = self._folder.started()
+            self._lock = ProcessLock(self._folder.path / HEAD_LOCK)
         except LockHeld as held:
             raise CannotStart(f"this machine is already the head of a cluster, by {held.holder}") from None
-        except (FolderError, NoAddress) as error:
+        except FolderError as error:
             raise CannotStart(str(error)) from None
-        self.address = f"{self._host}:{ports.GCS}"
         try:
-            if (reason := contradiction_in(os.environ)) is not None:
-                raise CannotStart(f"{reason}.")
-            self._refuse_other_address()
-            self._refuse_other_serve_options()
-            await_free(self._host, (ports.GCS, ports.NODE["node-manager-port"]))
+            self._reserve(options)
+        except (FolderError, NoAddress) as error:
+            self._lock.release()
+            raise CannotStart(str(error)) from None
         except CannotStart:
             self._lock.release()
             raise
-        self._dashboard = dashboard
-        self._object_store_bytes = object_store_bytes
         set_variables(os.environ, self._folder.token_file)  # before this process imports Ray
+
+    def _reserve(self, options: HeadOptions) -> None:
+        """Check everything, then take the cluster over if that is asked for. Raises CannotStart, FolderError."""
+        if (reason := contradiction_in(os.environ)) is not None:
+            raise CannotStart(f"{reason}.")
+        self.token = self._folder.token()
+        if options.is_new:
+            self._folder.forget_cluster()
+        member = read_membership(self._folder)
+        self.is_beside = member is not None and member.is_running
+        adoption = find_adoption(self._folder, options.is_forced) if options.adopts else None
+        if adoption is not None:
+            self._host, self._started = adoption.own_address, adoption.started
+        else:
+            self._host, self._started = own_address(options.interface), self._folder.started()
+            if self.is_beside and not self._started:
+                raise CannotStart(
+                    f"this machine belongs to the cluster of {member.head if member else ''}: run `orchard leave` "
+                    "first. If that head is gone for good, --adopt takes its cluster over."
+                )
+            self._refuse_other_address()
+            if self._started:
+                refuse_if_adopted(self._folder, self.headship)
+        self.address = f"{self._host}:{ports.GCS}"
+        self._refuse_other_serve_options()
+        numbers = ports.BESIDE if self.is_beside else ports.NODE
+        await_free(self._host, (ports.GCS, numbers["node-manager-port"]))
+        if adoption is not None:
+            take_over(self._folder, adoption)
+            say(
+                f"This machine takes over the cluster of {adoption.old.address}, whose log was copied "
+                f"{age_text(adoption.copied_s)}. The other machines follow within seconds. After this, the same "
+                "cluster goes on here by `orchard serve --cluster`, with the same MODEL or --config"
+                f"{f' {self._config.path}' if Path(self._config.path).is_file() else ''}."
+            )
+
+    @property
+    def headship(self) -> Headship:
+        """Headship of this machine."""
+        return Headship(self._host, int(self._started.get("term", FIRST_TERM)))
 
     def start(self) -> None:
         """Start the store and Ray. Raises CannotStart."""
@@ -116,27 +166,39 @@ class Head:
             self._store = StoreProcess(self._folder.store_log)
             environ = {**os.environ, "RAY_REDIS_ADDRESS": self._store.address}
             set_defaults(environ, "ray")
-            node = NodeOptions(
-                self._host,
-                self._resources(),
-                self._object_store_bytes,
-                dashboard=self._dashboard,
-                secret_options=(f"--redis-password={self._store.password}",),
-            )
-            self._ray = RayNode(node, environ, self._folder.ray_output)
+            self._ray = RayNode(self._node_options(self._store), environ, self._ray_output)
             self._ray.start()
-        except (StoreNotStarted, RayFailed) as error:
+            self._note(application=self._started.get("application"))
+            write_headship(self._folder, self.headship)
+        except (StoreNotStarted, RayFailed, FolderError) as error:
             self.stop()
             raise CannotStart(str(error)) from None
         except BaseException:
             self.stop()
             raise
-        self._note(application=self._started.get("application"))
+
+    def _node_options(self, store: StoreProcess) -> NodeOptions:
+        return NodeOptions(
+            self._host,
+            {} if self.is_beside else self._resources(),
+            BESIDE_STORE_BYTES if self.is_beside else self._object_store_bytes,
+            dashboard=self._dashboard,
+            is_beside=self.is_beside,
+            secret_options=(f"--redis-password={store.password}",),
+        )
+
+    @property
+    def _ray_output(self) -> Path:
+        output = self._folder.ray_output
+        return output.with_name("ray-head.log") if self.is_beside else output
 
     def answer_joins(self) -> None:
         """Answer machines that want to join, from now on. Raises CannotStart."""
         try:
-            self._joins = JoinServer(self._host, ports.JOIN, self.token, self._facts)
+            self._service = HeadService(
+                self._folder, self.headship, self._started["id"], self._shared, self._on_adopted
+            )
+            self._joins = JoinServer(self._host, ports.JOIN, self.token, self._facts, self._service.answers())
         except OSError as error:
             raise CannotStart(
                 f"port {ports.JOIN} of {self._host}, which answers `orchard join`, cannot be used: {error.strerror}"
@@ -155,13 +217,22 @@ class Head:
                     )
                     on_end()
 
+        def tell() -> None:
+            """Tell heads that this one has replaced, if they come back."""
+            while (replaced := self._started.get("replaced")) and not self._is_stopping.wait(TELL_EVERY_S):
+                for address in tell_replaced(replaced, self.headship, self._started["id"], self.token):
+                    say(f"{address}, the head before this one, has come back. It was told, and ends.")
+
         threading.Thread(target=look, name="watch-head", daemon=True).start()
+        threading.Thread(target=tell, name="tell-replaced", daemon=True).start()
 
     def stop(self) -> None:
         """End Ray on this machine, then the store."""
         self._is_stopping.set()
         if self._joins is not None:
             self._joins.stop()
+        if self._service is not None:
+            self._service.close()
         if self._ray is not None:
             self._ray.stop()
         if self._store is not None:
@@ -195,7 +266,21 @@ class Head:
             "gcs": self.address,
             "url": url_of(self._config),
             "resources": self._resources(),
+            "term": self.headship.term,
         }
+
+    def _shared(self) -> dict[str, Any]:
+        """Return what a member needs to become the head, or to serve alone."""
+        return {"started": self._started, "config": self._config.raw}
+
+    def _on_adopted(self, headship: Headship) -> None:
+        """End this head, as on Ctrl-C: its answers may finish."""
+        say(
+            f"{headship.address} has taken over the cluster of this machine, which is no longer its head and ends. "
+            f"Join it: orchard join {headship.address}"
+        )
+        write_headship(self._folder, headship)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _ended(self) -> str | None:
         if self._store is not None and self._store.has_ended:
@@ -205,7 +290,9 @@ class Head:
         return None
 
     def _note(self, application: Any) -> None:
-        self._started = {"address": self._host, "serve": self._serve_options(), "application": application}
+        changed = {"address": self._host, "serve": self._serve_options(), "application": application}
+        changed["id"] = self._started.get("id") or secrets.token_hex(8)
+        self._started = {**self._started, **changed}
         self._folder.note_started(self._started)
 
     def _serve_options(self) -> dict[str, Any]:

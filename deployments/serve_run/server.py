@@ -184,6 +184,8 @@ class Server:
 
     def _drain(self) -> None:
         timeout_s = self._config.args.drain_timeout_s
+        if self._head is not None and self._head.is_beside:
+            return  # the engine and the answers of this machine are those of the member, which goes on
         if self._head is None:
             drain_applications({self._config.name: timeout_s})
         else:

@@ -105,7 +105,7 @@ def drain_applications(timeouts_s: Mapping[str, float]) -> None:
 
 
 def drain_this_node(name: str, timeout_s: float) -> None:
-    """Drain this machine alone: answers of its engine move to other nodes, and its ingress ends what it has.
+    """Drain this machine alone: its engine's answers and snapshots move to others, and its ingress ends what it has.
 
     Failures are printed.
 
@@ -121,11 +121,16 @@ def drain_this_node(name: str, timeout_s: float) -> None:
     own = ray.get_runtime_context().get_node_id()
     with _telling_of(name):
         ingresses = serve.get_app_handle(name)
+        moving = None
         if len([node for node in ray.nodes() if node["Alive"]]) > 1:
             with _telling_of(name):
-                ingresses.drain_node.remote(own).result(timeout_s=timeout_s)
+                ingresses.drain_node.remote(own, 0.0).result(timeout_s=timeout_s)
+                moving = ingresses.hand_over.remote(own, max(0.0, deadline - CLOSE_MARGIN_S - time.monotonic()))
         response = ingresses.broadcast("drain_on", own)
         response.results(timeout_s=max(1.0, deadline - time.monotonic()), return_exceptions=True)
+        if moving is not None:
+            with _telling_of(name):
+                say(str(moving.result(timeout_s=max(1.0, deadline - time.monotonic()))))
         ingresses.shutdown()  # else its thread connects to Ray again, and complains, once this process has left it
     time.sleep(FLUSH_S)
 

@@ -13,6 +13,7 @@ from engine.core.batch import Drafts, ImageLeft, ModelRunner, PrefillOutput, Pro
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import make_memory_budget
 from engine.core.memory.evictable import EvictableMemory
+from engine.core.movable_snapshots import MovableSnapshots
 from engine.core.prefix_cache.sessions import PrefixCacheSessions
 from engine.core.progress import Progress
 from engine.core.proposer_record import Mode
@@ -61,6 +62,7 @@ class EngineCore:
         memory, admission, queue, speculation_status: Figures for the status page, refreshed every FIGURES_PERIOD_S.
         progress: The work in progress; readable from any thread.
         quoter: Predicts the seconds of requests that may be placed here; used by one thread, which need not be this.
+        movable: The snapshots that other nodes may take over, and those that have come from them.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class EngineCore:
         self.scheduler = Scheduler(context, self.stats)
         self._loads = LoadRecorder(clock, self.scheduler, self.prefix, self.costs)
         is_caching = self.prefix.off_reason is None
+        self.movable = MovableSnapshots(self.prefix, self._loads, runner.costs, self.costs)
         self.quoter = Quoter(config, clock, self.costs, self.budget.needs, self._loads, is_caching, peers is not None)
         self.memory: dict[str, int] = self._memory()
         self.speculation_status: dict[str, Any] = self._speculation.status()

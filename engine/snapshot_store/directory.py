@@ -24,7 +24,7 @@ import secrets
 import stat
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,6 +69,16 @@ class StoredFile:
     @property
     def last_used_ns(self) -> int:
         return max(self.mtime_ns, self.used_ns)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a snapshot that another node hands over ranks among the files here."""
+
+    used_ns: int
+    """Its last use at the other node."""
+    spares: Callable[[StoredFile], bool]
+    """Whether a file here must not be evicted for it; called on several threads."""
 
 
 class SnapshotDirectory:
@@ -127,7 +137,7 @@ class SnapshotDirectory:
             else:
                 self._counts["num_dropped"] += 1
 
-    def adopt(self, digest: str, file: io.FileIO) -> FetchFailure | None:
+    def adopt(self, digest: str, file: io.FileIO, standing: Standing | None = None) -> FetchFailure | None:
         """Take over a complete file from another node, unless the snapshot exists.
 
         It is not flushed to disk, which would take longer than its transfer: a file that a crash has torn is found by
@@ -136,6 +146,7 @@ class SnapshotDirectory:
         Args:
             digest: Digest of the snapshot.
             file: The file, see `temporary`.
+            standing: Its rank; None: it is used now, and any other file may be evicted for it.
 
         Returns:
             Why it is not taken over; None if the snapshot exists now.
@@ -153,10 +164,10 @@ class SnapshotDirectory:
                 return "gone"
             if known is not None and self._unlink(known):
                 self._counts["num_evicted"] += 1
-            if not self._evict(num_bytes, head.meta.parent):
+            if not self._evict(num_bytes, head.meta.parent, None if standing is None else standing.spares):
                 self._counts["num_dropped"] += 1
                 return "room"
-            self._put(head.meta, file, time.time_ns())
+            self._put(head.meta, file, time.time_ns() if standing is None else standing.used_ns)
             return None
         except (TornFile, ForeignFile):
             self._counts["num_torn"] += 1
@@ -332,12 +343,12 @@ class SnapshotDirectory:
                 self._counts["num_orphans"] += self._unlink(file)
                 file.meta = None  # even if the file cannot be removed
 
-    def _evict(self, num_bytes: int, parent: str) -> bool:
+    def _evict(self, num_bytes: int, parent: str, spares: Callable[[StoredFile], bool] | None = None) -> bool:
         """Evict files for `num_bytes` after `parent`; return False if they cannot fit.
 
-        Files without children are evicted, the least recently used first.
+        Files without children are evicted, the least recently used first, except spared ones.
         """
-        kept = set(path_to(self.files, parent))
+        kept = {*path_to(self.files, parent), *spared(self.files, spares)}
         if num_bytes + sum(self.files[digest].num_bytes for digest in kept) > self._max_bytes:
             return False
         num_children = Counter(file.parent for file in self.files.values())
@@ -411,6 +422,13 @@ def with_descendants(files: Mapping[str, StoredFile], digest: str) -> list[str]:
     for each in found:
         found.extend(children.get(each, ()))
     return found
+
+
+def spared(files: Mapping[str, StoredFile], spares: Callable[[StoredFile], bool] | None) -> set[str]:
+    """Return the digests of the files that `spares` is true of, and of their ancestors; none if it is None."""
+    if spares is None:
+        return set()
+    return {each for digest, file in files.items() if spares(file) for each in path_to(files, digest)}
 
 
 def path_to(files: Mapping[str, StoredFile], digest: str) -> list[str]:

@@ -47,6 +47,7 @@ class SnapshotExchange:
         fingerprint: str,
         write: "Callable[[str], Future[bool]] | None" = None,
     ):
+        self._files = files
         identity = Identity(sharing.token, fingerprint)
         try:
             self._server = SnapshotServer(files, identity, sharing.host, port, write)
@@ -57,6 +58,16 @@ class SnapshotExchange:
         self.address = self._server.address
         self.client = SnapshotClient(files, identity)
 
+    @property
+    def max_bytes(self) -> int:
+        """Limit of the bytes of all files."""
+        return self._files.max_bytes
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no other node is connected, and no prompt here waits for one."""
+        return not self._server.status()["num_connections"] and not self.client.is_awaited
+
     def status(self) -> FetchStatus:
         """Return the counters of both directions since the start."""
         fetched, served = self.client.status(), self._server.status()
@@ -66,7 +77,10 @@ class SnapshotExchange:
             fetched_bytes=fetched["fetched_bytes"],
             fetched_s=1e-6 * fetched["fetched_us"],
             failures=self.client.failures(),
-            **served,
+            num_served=served["num_served"],
+            served_bytes=served["served_bytes"],
+            num_refused=served["num_refused"],
+            num_connections=served["num_connections"],
         )
 
     def close(self) -> None:

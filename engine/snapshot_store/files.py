@@ -23,14 +23,16 @@ from engine.config import DiskCacheConfig
 from engine.snapshot_store.directory import (
     SnapshotDirectory,
     SnapshotLost,
+    Standing,
     StoredFile,
     path_to,
+    spared,
     with_descendants,
 )
 from engine.snapshot_store.format import RESERVED_NAMES, SnapshotMeta
 from engine.snapshot_store.wire import FetchFailure
 
-__all__ = ["SnapshotFiles", "SnapshotLost", "SnapshotMeta"]
+__all__ = ["SnapshotFiles", "SnapshotLost", "SnapshotMeta", "Standing", "StoredFile"]
 
 log = logging.getLogger("orchard.engine")
 
@@ -120,6 +122,16 @@ class SnapshotFiles:
         """Limit of the bytes of all files."""
         return self.status()["max_bytes"]
 
+    def room(self, standing: Standing | None) -> int:
+        """Return the bytes that a snapshot from another node may take at most, with those that are evicted for it."""
+        if standing is None:
+            return self.max_bytes
+        with self._changed:
+            index, status = self._index, self._status
+        kept = spared(index, standing.spares)
+        evictable = sum(file.num_bytes for digest, file in index.items() if digest not in kept)
+        return max(0, status["max_bytes"] - status["num_bytes"] + evictable)
+
     def chain_of(self, digest: str) -> list[StoredFile]:
         """Return the file of a snapshot after those of its ancestors, the first ancestor first; [] if it has none."""
         with self._changed:
@@ -141,19 +153,20 @@ class SnapshotFiles:
         """
         return self._directory.temporary(digest)
 
-    def adopt(self, digest: str, file: io.FileIO) -> "Future[FetchFailure | None]":
+    def adopt(self, digest: str, file: io.FileIO, standing: Standing | None = None) -> "Future[FetchFailure | None]":
         """Take over a file from another node.
 
         Args:
             digest: Digest of the snapshot, whose parent must be on disk.
             file: A complete file, see `temporary`; it must stay open until the future is done.
+            standing: See SnapshotDirectory.adopt.
 
         Returns:
             The future of why it is not taken over, see SnapshotDirectory.adopt. It raises SnapshotLost if the disk tier
                 is closed.
         """
         with self._changed:
-            return self._submit(partial(self._directory.adopt, digest, file))
+            return self._submit(partial(self._directory.adopt, digest, file, standing))
 
     def save(self, meta: SnapshotMeta, arrays: dict[str, np.ndarray]) -> bool:
         """Queue a snapshot for writing.

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from engine.snapshot_store.files import SnapshotFiles, SnapshotLost
+from engine.snapshot_store.files import SnapshotFiles, SnapshotLost, Standing
 from engine.snapshot_store.greeting import Identity, greet
 from engine.snapshot_store.wire import (
     FRAME_BYTES,
@@ -28,8 +28,11 @@ from engine.snapshot_store.wire import (
 
 log = logging.getLogger("orchard.engine")
 
-MAX_TRANSFERS, MAX_WAITING = 2, 8
-"""Most fetches at a time, and most that wait for these."""
+MAX_TRANSFERS, MAX_WAITING = 3, 8
+"""Most fetches at a time, one of which may be of a snapshot that is handed over, and most that wait for these."""
+
+QUIET: tuple[FetchFailure, ...] = ("slow", "stopped")
+"""Failures that are decisions."""
 
 CONNECT_S = 2.0
 """Longest time to connect to a server."""
@@ -62,6 +65,8 @@ class Fetch:
     """Tokens of the snapshot."""
     max_bytes: int
     """Largest transfer that is worth its time."""
+    standing: Standing | None = None
+    """Rank of a snapshot that is handed over; None: a prompt waits for it."""
     done: "Future[Fetched]" = field(default_factory=Future)
     """Never raises."""
     is_stopped: bool = False
@@ -98,7 +103,9 @@ class SnapshotClient:
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()  # by FetchFailure
 
-    def fetch(self, address: str, digest: str, num_tokens: int, max_bytes: int) -> Fetch:
+    def fetch(
+        self, address: str, digest: str, num_tokens: int, max_bytes: int, standing: Standing | None = None
+    ) -> Fetch:
         """Begin to fetch a snapshot, with those of its ancestors that are not here.
 
         Args:
@@ -106,17 +113,25 @@ class SnapshotClient:
             digest: Digest of the snapshot.
             num_tokens: Its tokens.
             max_bytes: Nothing is transferred if it would be more than this.
+            standing: See Fetch.
         """
-        fetch = Fetch(address, digest, num_tokens, max_bytes)
+        fetch = Fetch(address, digest, num_tokens, max_bytes, standing)
         with self._lock:
             is_accepted = not self._is_closed and len(self._fetches) < MAX_TRANSFERS + MAX_WAITING
             if is_accepted:
                 self._fetches.add(fetch)
                 self._threads.submit(self._run, fetch)
         if not is_accepted:
-            self.count_failure("busy")
+            if standing is None:
+                self.count_failure("busy")
             fetch.done.set_result(Fetched("busy"))
         return fetch
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a prompt waits for a fetch."""
+        with self._lock:
+            return any(fetch.standing is None for fetch in self._fetches)
 
     def count_failure(self, failure: FetchFailure) -> None:
         """Count a snapshot that was not fetched."""
@@ -129,7 +144,7 @@ class SnapshotClient:
             return {name: self._counts[name] for name in ("num_fetched", "fetched_bytes", "fetched_us")}
 
     def failures(self) -> dict[str, int]:
-        """Return how many snapshots were not fetched since the start, by FetchFailure."""
+        """Return how many snapshots that prompts waited for were not fetched since the start, by FetchFailure."""
         with self._lock:
             return dict(self._failures)
 
@@ -150,7 +165,8 @@ class SnapshotClient:
             self._transfer(fetch)
         except PeerError as error:
             failure = "stopped" if fetch.is_stopped else error.reason
-            level = logging.INFO if failure in ("slow", "stopped") else logging.WARNING
+            is_quiet = failure in QUIET or (fetch.standing is not None and failure == "room")
+            level = logging.INFO if is_quiet else logging.WARNING
             text = "a snapshot of %d tokens was not fetched from %s: %s"
             log.log(level, text, fetch.num_tokens, fetch.address, error)
         except Exception:
@@ -162,7 +178,7 @@ class SnapshotClient:
             self._counts["num_fetched"] += fetch.num_snapshots
             self._counts["fetched_bytes"] += fetch.num_bytes
             self._counts["fetched_us"] += int(1e6 * seconds)
-            if failure is not None:
+            if failure is not None and fetch.standing is None:
                 self._failures[failure] += 1
         fetch.done.set_result(Fetched(failure, fetch.num_snapshots, fetch.num_bytes, seconds, fetch.last))
 
@@ -174,9 +190,10 @@ class SnapshotClient:
                 raise PeerError("stopped", "nothing waits for it any more")
             greet(channel, self._identity)
             missing = [offer for offer in _offers(channel, fetch) if not self._files.chain_of(offer.digest)]
-            num_bytes, limit = sum(offer.num_bytes for offer in missing), self._files.max_bytes
+            num_bytes, limit = sum(offer.num_bytes for offer in missing), self._files.room(fetch.standing)
             if num_bytes > limit:
-                raise PeerError("room", f"it takes {num_bytes} bytes; the limit is {limit} (prefix_cache.disk.max_gb)")
+                rule = "prefix_cache.disk.max_gb" if fetch.standing is None else "free, or worth less"
+                raise PeerError("room", f"it takes {num_bytes} bytes; the limit is {limit} ({rule})")
             if num_bytes > fetch.max_bytes:
                 raise PeerError("slow", f"{num_bytes} bytes take longer than computing; {fetch.max_bytes} would not")
             fetch.began_s = time.monotonic()
@@ -201,7 +218,7 @@ class SnapshotClient:
                     fetch.num_bytes += len(payload)
                     while payload:
                         payload = payload[file.write(payload) :]
-                failure = self._files.adopt(offer.digest, file).result()
+                failure = self._files.adopt(offer.digest, file, fetch.standing).result()
         except OSError as error:
             raise PeerError("disk", f"it cannot be written: {error}") from None
         except SnapshotLost as error:

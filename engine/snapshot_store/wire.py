@@ -49,6 +49,13 @@ any more. `mismatch`: it belongs to another prompt. `slow`: computing is predict
 into the disk tier. `disk`: a file cannot be read or written. `stopped`: nothing waits for it any more. `internal`: an
 error of this program."""
 
+NotTaken = Literal[FetchFailure, "deadline", "draining"]
+"""Why a snapshot that another node has offered was not taken over. `deadline`: the time was over. `draining`: this node
+is drained itself."""
+
+Purpose = Literal["drain", "warm_up", "replica"]
+"""Why snapshots are taken over: their node is drained, this one has joined, or a copy shall outlive their node."""
+
 FRAME_BYTES = 8 << 20
 """Size of a frame of a file; each connection has a buffer of this size at both ends."""
 

@@ -1,4 +1,4 @@
-"""A conversation that leaves its node takes its prefix along: the other node fetches it instead of computing it."""
+"""A conversation that leaves its node, or loses it, keeps its prefix: the other node fetches it, or has a copy."""
 
 import asyncio
 import shutil
@@ -89,6 +89,38 @@ def test_a_drained_nodes_conversations_and_answers_go_on_with_their_prefixes(two
         assert num_moved > 0, "the answer went on behind the fetched prompt"
 
         stream = await engine.start(asked("second", QUESTION, *follow_up, max_tokens=5), Route.TEXT)
+        chunks = [chunk async for chunk in stream]
+        assert stream.node_id == other and chunks[0].num_cached > 300
+
+    asyncio.run(asyncio.wait_for(go(), 240))
+
+
+def test_a_killed_nodes_conversation_goes_on_behind_its_copy(two_nodes: TwoNodes):
+    pids = two_nodes.worker_pids()
+
+    async def go() -> None:
+        planners = {Route.TEXT: two_nodes.handle("TextMTP"), Route.MLLM: two_nodes.handle("MLLM")}
+        engine = EngineClient(two_nodes.handle("ModelReplica"), planners)
+        follow_up = ({"role": "assistant", "content": "42"}, {"role": "user", "content": "And 5 + 5?"})
+        for number in range(20):
+            question = {**QUESTION, "content": f"{number}. {QUESTION['content']}"}
+            first = asked(f"first {number}", question, max_tokens=20, min_tokens=20)
+            stream = await engine.start(first, Route.TEXT)
+            assert [chunk async for chunk in stream] and first.keys is not None
+            if (home := stream.node_id) in pids:
+                break
+        else:
+            raise AssertionError("no conversation lives at the node that will be killed")
+        engine.replication.turn_ended(first.keys.conversation, home)
+        assert engine.replication._copying is not None
+        await engine.replication._copying
+        other = next(node_id for node_id in two_nodes.living_nodes() if node_id != home)
+        answers, silent = await engine.ask_all("cache_status", [other])
+        assert not silent and answers[0].answer.fetch is not None
+        assert answers[0].answer.fetch.taken_over["replica"] > 0 and not answers[0].answer.fetch.not_taken_over
+
+        two_nodes.kill_worker(home, pids[home])
+        stream = await engine.start(asked("second", question, *follow_up, max_tokens=5), Route.TEXT)
         chunks = [chunk async for chunk in stream]
         assert stream.node_id == other and chunks[0].num_cached > 300
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -50,7 +51,9 @@ class Member:
         self.home.mkdir()
         self._directory = directory
         self._env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        self._env |= {"RAY_TMPDIR": str(directory), "HOME": str(self.home)}
+        temp_dir = directory / machine.address.rpartition(".")[2]  # paths of sockets may have 107 characters
+        temp_dir.mkdir()
+        self._env |= {"RAY_TMPDIR": str(temp_dir), "HOME": str(self.home)}
         self._num_commands = 0
 
     def orchard(self, *words: str) -> "Command":
@@ -91,20 +94,27 @@ class Command:
         return self._process.wait(READY_S)
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[tuple[Member, Member]]:
+@contextmanager
+def members(num_machines: int, config: str = CONFIG) -> Iterator[list[Member]]:
+    """So many machines, with a configuration that `serve` reads."""
     if (reason := why_there_are_none()) is not None:
         if os.environ.get("ORCHARD_NAMESPACES") == "required":
             pytest.fail(reason)
         pytest.skip(reason)
     Path("/tmp/ray").mkdir(exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix="orh-", dir="/tmp"))
-    (directory / "config.yaml").write_text(CONFIG)
+    (directory / "config.yaml").write_text(config)
     try:
-        with machines(2) as (near, far):
-            yield Member(near, directory), Member(far, directory)
+        with machines(num_machines) as made:
+            yield [Member(machine, directory) for machine in made]
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[list[Member]]:
+    with members(2) as made:
+        yield made
 
 
 def serve(member: Member) -> Command:
@@ -144,7 +154,7 @@ class Load:
         self._thread.join()
 
 
-def test_a_killed_head_comes_back_and_the_other_machine_never_stops(two: tuple[Member, Member]):
+def test_a_killed_head_comes_back_and_the_other_machine_never_stops(two: list[Member]):
     near, far = two
     serve(near).wait_for("orchard join")
     refused = far.orchard("join", near.machine.address, "--token", "another")
@@ -179,7 +189,7 @@ def test_a_killed_head_comes_back_and_the_other_machine_never_stops(two: tuple[M
     )
 
 
-def test_a_machine_leaves_without_an_error_and_its_ray_ends(two: tuple[Member, Member]):
+def test_a_machine_leaves_without_an_error_and_its_ray_ends(two: list[Member]):
     near, far = two
     streams = [near.node.ask([{"role": "user", "content": f"{i}!"}], stream=True, **LONG) for i in range(6)]
     wait_until(lambda: all(answer.num_events > 2 for answer in near.node.asked[-6:]), READY_S)

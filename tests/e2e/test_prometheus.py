@@ -33,7 +33,9 @@ SCRAPE_S = 1
 NO_DATA = {
     "orchard:disk_cache_": "the shipped configuration has no disk tier",
     "orchard:fetch": "there is no other node",
+    "orchard:not_taken_over": "there is no other node",
     "orchard:served_": "there is no other node",
+    "orchard:taken_over": "there is no other node",
     "orchard:expected_queue_time_seconds": "known only while requests are queued",
 }
 """Beginnings of metrics of Orchard's dashboard that may have no data here, and why."""

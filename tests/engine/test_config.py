@@ -57,12 +57,14 @@ def test_the_other_values_of_options_with_on_or_off_are_unchanged():
         ("{prefix_cache: {fetch: on}}", "fetch is on, but prefix_cache.disk"),
         ("{prefix_cache: {fetch_port: 7000}}", "fetch_port 7000 would have no effect"),
         ("{prefix_cache: {disk: {path: x}, fetch: off, fetch_port: 7000}}", "fetch_port 7000 would have no effect"),
+        ("{prefix_cache: {replicate: true}}", "replicate would have no effect"),
+        ("{prefix_cache: {disk: {path: x}, fetch: off, replicate: true}}", "replicate would have no effect"),
     ],
 )
 def test_fetching_needs_the_disk_tier(text: str, reason: str):
     with pytest.raises(ValidationError, match=reason):
         read(text)
-    assert read("{prefix_cache: {disk: {path: x}, fetch: on, fetch_port: 7000}}")
+    assert read("{prefix_cache: {disk: {path: x}, fetch: on, fetch_port: 7000, replicate: true}}")
 
 
 @pytest.mark.parametrize("value", [1, 0, "yes", "no", None])

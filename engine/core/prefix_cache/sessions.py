@@ -179,6 +179,11 @@ class PrefixCacheSessions:
             self._disk.save(entry)
         return not self._disk.lacks(entry)
 
+    def adopt(self, digest: str) -> None:
+        """Add a snapshot whose file another node has sent, and its ancestors. Unknown digests are ignored."""
+        if self._disk is not None:
+            self._disk.adopt(digest)
+
     def check_integrity(self) -> None:
         """Check the cache's consistency while no prompt is in progress, using at most a thousandth of the time.
 

@@ -4,28 +4,14 @@ The engine thread writes, other threads read: a reader uses single dict look-ups
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from engine.core.prefix_cache.node import CacheEntry
-from engine.placement import ConversationKeys
+from engine.placement import ConversationKeys, KnownPrefix
 
 MAX_KEYS = 16_384
 """Keys that are remembered; the least recently written one is forgotten first."""
-
-
-@dataclass(frozen=True, slots=True)
-class KnownPrefix:
-    """Where the snapshots behind a key would be."""
-
-    digest: str
-    """Digest of the entry at the boundary of the system part or the turn, stored or not."""
-    num_tokens: int
-    """Tokens before that boundary."""
-    answer: str | None = None
-    """Digest of the entry after the turn's answer; None without one."""
-    answer_tokens: int = 0
-    """Tokens of prompt and answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +41,38 @@ class KnownPrefixes:
         self._max_keys = max_keys
         self._prefixes: OrderedDict[int, KnownPrefix] = OrderedDict()
 
-    def note(self, key: int, digest: str, num_tokens: int) -> None:
-        """Remember the boundary behind a key, as soon as a prompt with it has arrived."""
+    def note(self, key: int, digest: str, num_tokens: int, conversation: int | None = None) -> None:
+        """Remember the boundary behind a key, as soon as a prompt with it has arrived.
+
+        Args:
+            key: The key.
+            digest: Digest of the entry at the boundary.
+            num_tokens: Tokens before it.
+            conversation: Key of the conversation; None for a system part.
+        """
         known = self._prefixes.get(key)
         if known is None or known.digest != digest:
-            self._prefixes[key] = KnownPrefix(digest, num_tokens)
+            known = KnownPrefix(digest, num_tokens, conversation)
+        self._put(key, known)
+
+    def take_over(self, key: int, known: KnownPrefix) -> None:
+        """Remember what another node knew of a key, unless a snapshot is stored behind it here."""
+        own = self._prefixes.get(key)
+        if own is None or (self._find(own.digest) is None and self._find(own.answer) is None):
+            self._put(key, known)
+
+    def by_digest(self, keys: Iterable[int] | None = None) -> dict[str, list[tuple[int, KnownPrefix]]]:
+        """Return keys and what is known of them, by each digest that they lead to. keys: None for all."""
+        found: dict[str, list[tuple[int, KnownPrefix]]] = {}
+        for key in self._prefixes if keys is None else keys:
+            if (known := self._prefixes.get(key)) is None:
+                continue
+            for digest in filter(None, (known.digest, known.answer)):
+                found.setdefault(digest, []).append((key, known))
+        return found
+
+    def _put(self, key: int, known: KnownPrefix) -> None:
+        self._prefixes[key] = known
         self._prefixes.move_to_end(key)
         if len(self._prefixes) > self._max_keys:
             self._prefixes.popitem(last=False)
@@ -67,7 +80,18 @@ class KnownPrefixes:
     def note_answer(self, key: int, entry: CacheEntry) -> None:
         """Remember the entry after the answer to the turn behind a key."""
         if (known := self._prefixes.get(key)) is not None:
-            self._prefixes[key] = KnownPrefix(known.digest, known.num_tokens, entry.digest, entry.num_tokens)
+            self._prefixes[key] = replace(known, answer=entry.digest, answer_tokens=entry.num_tokens)
+
+    def last_of(self, keys: ConversationKeys) -> CacheEntry | None:
+        """Return the entry from which the next turn of a conversation would go on; None if none is stored.
+
+        Args:
+            keys: The keys of its last prompt, which is answered.
+        """
+        for known in filter(None, map(self._prefixes.get, keys.turns)):
+            if (entry := self._find(known.answer) or self._find(known.digest)) is not None:
+                return entry
+        return None
 
     # On any thread.
 

@@ -119,7 +119,7 @@ class LoadRecorder:
                     self.prefixes.note(spec.keys.system, digest, num_tokens)
                     system_tokens = num_tokens
                 elif kind == "turn" and spec.keys.turns:
-                    self.prefixes.note(spec.keys.turns[0], digest, num_tokens)
+                    self.prefixes.note(spec.keys.turns[0], digest, num_tokens, spec.keys.conversation)
             if spec.keys.conversation in self.residents:
                 self._note_turn(self.prefixes.cached(spec.keys, row.num_tokens - 1).num_tokens, row.num_tokens)
             elif self._turn_s is None:

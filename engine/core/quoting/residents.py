@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.placement import ConversationKeys
+from engine.placement import ConversationKeys, Residence
 
 RESIDENT_S = 900.0
 """A conversation lives where it was computed within so many seconds."""
@@ -98,6 +98,19 @@ class Residents:
             self._residents.move_to_end(keys.conversation)
             self._count(resident, 1)
             self._publish()
+
+    def leaving(self, conversation: int | None) -> Residence | None:
+        """Return what another node needs to know of a conversation; None if it does not live here."""
+        if conversation is None or conversation not in self:
+            return None
+        resident = self._residents[conversation]
+        return Residence(resident.keys, resident.num_tokens, resident.system_tokens, resident.num_turns)
+
+    def moved_here(self, residence: Residence) -> None:
+        """Note a conversation that has lived at another node until now; one that is here already stays as it is."""
+        if residence.keys.conversation not in self:
+            self.arrived(residence.keys, residence.num_tokens, residence.system_tokens)
+            self._residents[residence.keys.conversation].num_turns = residence.num_turns
 
     # On any thread.
 

@@ -40,3 +40,11 @@ def test_there_is_something_to_continue_only_with_a_log(folder: ClusterFolder):
     token = folder.token()
     folder.forget_cluster()
     assert folder.started() == {} and not folder.store_log.exists() and folder.token() == token
+
+
+def test_the_copy_of_the_heads_log_is_forgotten(folder: ClusterFolder):
+    for file in (folder.log_copy, folder.shared):
+        file.write_bytes(b"")
+    folder.forget_copy()
+    folder.forget_copy()
+    assert list(folder.path.iterdir()) == []

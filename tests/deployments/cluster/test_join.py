@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deployments.cluster import join_server
+from deployments.cluster import proof_server
 from deployments.cluster.facts import read_facts
 from deployments.cluster.join_client import HeadClient, HeadRefused
 from deployments.cluster.join_server import FACTS_PATH, JoinServer
@@ -14,7 +14,7 @@ from deployments.cluster.proof import NONCE, PROOF, proof_of_member
 
 TOKEN = "the token of the cluster"
 HOST = "127.0.0.1"
-ANSWER = {"gcs": "192.168.1.10:6379", "url": "http://127.0.0.1:8000", "resources": {"mlx": 1.0}}
+ANSWER = {"gcs": "192.168.1.10:6379", "url": "http://127.0.0.1:8000", "resources": {"mlx": 1.0}, "term": 1}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_a_head_without_the_token_is_refused():
     impostor.start()
     try:
         client = HeadClient(f"{HOST}:{impostor.port}", "its own token")
-        client._token = TOKEN
+        client._client._token = TOKEN
         with pytest.raises(HeadRefused):
             client.facts()
     finally:
@@ -79,7 +79,7 @@ def test_the_proof_for_one_path_opens_no_other(server: JoinServer):
 
 
 def test_open_questions_are_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(join_server, "MAX_NONCES", 3)
+    monkeypatch.setattr(proof_server, "MAX_NONCES", 3)
     bounded = JoinServer(HOST, 0, TOKEN, lambda: {})
     bounded.start()
     try:

@@ -38,3 +38,12 @@ def test_a_broken_note_is_named_and_can_be_forgotten(folder: ClusterFolder):
     forget_membership(folder)
     forget_membership(folder)
     assert read_membership(folder) is None
+
+
+def test_a_machine_that_serves_alone_is_a_member_by_its_member_process(folder: ClusterFolder):
+    agent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    write_membership(folder, 0, "192.168.1.10", "http://127.0.0.1:8000", agent.pid)
+    member = read_membership(folder)
+    assert member is not None and member.has_agent and not member.is_running and member.node_id() is None
+    agent.communicate(b"\n")
+    assert read_membership(folder) is None

@@ -46,6 +46,14 @@ def test_the_head_and_a_member_have_the_same_fixed_ports():
     assert "secret" not in repr(head)
 
 
+def test_a_head_beside_a_member_shares_no_port_with_it_and_has_no_engine():
+    beside = NodeOptions("10.0.0.2", {}, 2**27, is_beside=True).command()
+    assert {"--head", "--port=6379", "--num-cpus=0", "--resources={}"} <= set(beside)
+    assert "--num-cpus=0" not in NodeOptions("10.0.0.1", {"mlx": 1.0}, 2**27).command()
+    assert not set(ports.BESIDE.values()) & {*ports.NODE.values(), ports.RELAY, ports.MEMBER, ports.JOIN}
+    assert set(ports.BESIDE) == set(ports.NODE)
+
+
 def test_variables_protect_the_cluster_and_keep_the_waits_of_the_operator(tmp_path: Path):
     environ = {"RAY_AUTH_MODE": "disabled", "RAY_gcs_rpc_server_reconnect_timeout_s": "60"}
     set_variables(environ, tmp_path / "token")

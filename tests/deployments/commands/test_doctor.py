@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from deployments.cluster.cluster_view import ClusterView, Copy
 from deployments.commands.doctor_checks import CHECKS
 from deployments.commands.doctor_readings import Readings
 from tests.deployments.commands.conftest import Orchard
@@ -36,6 +37,7 @@ MAC = replace(
     sleep_minutes=0,
     is_low_power=False,
 )
+VIEW = ClusterView("10.0.0.1", 1.0, 1, (Copy("10.0.0.2", 3.0),))
 PEER: dict[str, Any] = {"peer": "10.0.0.2:6379", "peer_errno": errno.EHOSTUNREACH}
 
 
@@ -45,6 +47,12 @@ def test_a_healthy_machine_has_no_red_and_no_yellow_finding(found: Readings):
     assert {name for name, one in findings.items() if one.state in ("red", "yellow")} == set()
     only_on_macs = {name for name, one in findings.items() if one.text == "only on macOS"}
     assert only_on_macs == ({"processor", "environment", "wired limit", "sleep"} if found is LINUX else set())
+
+
+@pytest.mark.parametrize("view", [VIEW, replace(VIEW, num_members=0, copies=())], ids=["copied", "no members"])
+def test_a_cluster_in_order_is_green(view: ClusterView):
+    finding = CHECKS["cluster"](replace(LINUX, cluster=view))
+    assert (finding.state, finding.text) == ("green", view.describe())
 
 
 @pytest.mark.parametrize(
@@ -73,6 +81,10 @@ def test_a_healthy_machine_has_no_red_and_no_yellow_finding(found: Readings):
         ({"ray_note": "10.0.0.1:6379"}, "Ray", "red", "does not answer"),
         ({"ray_pids": (7,)}, "Ray", "yellow", "7"),
         ({"ray_dir": "/a/very/long/folder/for/the/files/of/ray"}, "Ray's folder", "red", "40 bytes"),
+        ({"cluster": replace(VIEW, copies=())}, "cluster", "yellow", "no machine has an up-to-date copy"),
+        ({"cluster": replace(VIEW, copies=(Copy("10.0.0.2", 90.0),))}, "cluster", "yellow", "10.0.0.2 (90 s old)"),
+        ({"cluster": replace(VIEW, heard_age_s=80.0)}, "cluster", "red", "the head is silent: head 10.0.0.1"),
+        ({"cluster_problem": "no answer at port 6388"}, "cluster", "red", "no answer at port 6388"),
         ({"token_mode": 0o644, "is_token_exposed": True}, "Ray's token", "red", "0644"),
         ({**PEER, "peer_seconds": 0.001}, "local network", "red", "privacy"),
         ({**PEER, "peer_seconds": 3.0}, "local network", "red", "EHOSTUNREACH"),

@@ -18,7 +18,13 @@ TOKEN = "the token of the cluster"
 def head() -> Iterator[str]:
     """The address of a head with another Python."""
     facts = replace(read_facts([("demo", None)]), python="3.11.99").as_json()
-    said = {"facts": facts, "gcs": "127.0.0.1:6379", "url": "http://127.0.0.1:8000", "resources": {"mlx": 1.0}}
+    said = {
+        "facts": facts,
+        "gcs": "127.0.0.1:6379",
+        "url": "http://127.0.0.1:8000",
+        "resources": {"mlx": 1.0},
+        "term": 1,
+    }
     server = JoinServer("127.0.0.1", 0, TOKEN, lambda: said)
     server.start()
     yield f"127.0.0.1:{server.port}"

@@ -161,6 +161,8 @@ def test_nodes_lists_the_engines_and_an_unknown_node_is_not_drained(orchard: Orc
     status, out, err = orchard("drain", "abcdef", *url)
     assert (status, out) == (1, "") and "0 nodes have an id that begins with 'abcdef'" in err
     assert orchard("drain", "abc", *url)[0] == 1
+    status, _, err = orchard("drain", "abcdef", "--undo", "--deadline", "5", *url)
+    assert status == 2 and "--deadline 5 would have no effect" in err
     assert orchard("drain", *url)[0] == 2
 
 

@@ -18,8 +18,17 @@ from deployments.in_flight import InFlight
 from deployments.metrics.catalog import METRICS
 from deployments.metrics.node_figures import IngressFigures, NodeFigures
 from deployments.metrics.text_format import text_of
-from deployments.protocol import ChatRequest, Embeddings, EmbedRequest, Route, SpecPrefillReport, TextDelta
+from deployments.protocol import (
+    HAND_OVER_S,
+    ChatRequest,
+    Embeddings,
+    EmbedRequest,
+    Route,
+    SpecPrefillReport,
+    TextDelta,
+)
 from deployments.timeline import RequestTimeline, Timelines
+from engine.placement import TakenOver
 from engine.protocol import InvalidRequest
 
 
@@ -137,10 +146,16 @@ class FakeBackend:
         num_entries, self.num_entries = self.num_entries, 0
         return {"cleared": {"entries": num_entries}}
 
-    async def drain_node(self, node_id: str, is_back: bool = False) -> None:
+    async def drain_node(self, node_id: str, deadline_s: float = HAND_OVER_S) -> TakenOver:
         if node_id not in self.drained:
             raise NodeNotFound(node_id)
-        self.drained[node_id] = not is_back
+        self.drained[node_id] = True
+        return TakenOver(3, 2, 5, 10**6, deadline_s, {"deadline": 1})
+
+    async def undo_drain(self, node_id: str) -> None:
+        if node_id not in self.drained:
+            raise NodeNotFound(node_id)
+        self.drained[node_id] = False
 
     async def not_started(self) -> str | None:
         return await self.not_ready()

@@ -10,9 +10,43 @@ assert ask is not None  # the fixture
 
 
 def test_a_node_is_drained_and_takes_requests_again(send: Any, backend: Any):
-    assert send("POST", "/v1/nodes/node-1/drain").json() == {"id": "node-1", "object": "node.drain", "draining": True}
+    answer = send("POST", "/v1/nodes/node-1/drain").json()
+    assert answer.pop("snapshots") == {
+        "num_offered": 3,
+        "num_taken": 2,
+        "num_files": 5,
+        "num_bytes": 10**6,
+        "seconds": 60.0,
+        "refused": {"deadline": 1},
+    }
+    assert answer == {"id": "node-1", "object": "node.drain", "draining": True}
     assert backend.drained == {"node-1": True}
     assert send("DELETE", "/v1/nodes/node-1/drain").json()["draining"] is False
+    assert backend.drained == {"node-1": False}
+
+
+@pytest.mark.parametrize("text", ["0", "2.5", "3600"])
+def test_the_client_limits_the_time_of_the_snapshots(send: Any, text: str):
+    answer = send("POST", f"/v1/nodes/node-1/drain?deadline_s={text}").json()
+    assert answer["snapshots"]["seconds"] == float(text)
+
+
+@pytest.mark.parametrize(
+    ("method", "query", "message"),
+    [
+        ("POST", "deadline_s=-1", "deadline_s is '-1'; it must be a number from 0 to 3600"),
+        ("POST", "deadline_s=3601", "deadline_s is '3601'; it must be a number from 0 to 3600"),
+        ("POST", "deadline_s=nan", "deadline_s is 'nan'; it must be a number from 0 to 3600"),
+        ("POST", "deadline_s=soon", "deadline_s is 'soon'; it must be a number from 0 to 3600"),
+        ("POST", "deadline=1", "POST /v1/nodes/{id}/drain has no parameter 'deadline'"),
+        ("DELETE", "deadline_s=1", "DELETE /v1/nodes/{id}/drain has no parameter 'deadline_s'"),
+    ],
+)
+def test_a_wrong_parameter_of_a_drain_is_named_and_nothing_is_drained(
+    send: Any, backend: Any, method: str, query: str, message: str
+):
+    response = send(method, f"/v1/nodes/node-1/drain?{query}")
+    assert response.status_code == 400 and message in response.json()["error"]["message"]
     assert backend.drained == {"node-1": False}
 
 

@@ -2,11 +2,12 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from deployments.placement.place import NodeFacts, Placement, choose, weights
-from engine.placement import ConversationKeys, Question, Quote
+from engine.placement import ConversationKeys, MovableSnapshot, Question, Quote
 
 NODES = [NodeFacts(f"node{i}") for i in range(20)]
 
@@ -54,6 +55,44 @@ def test_nodes_whose_context_is_too_short_or_that_read_no_images_are_not_asked()
     limited = placement_of([*small, *large])
     assert limited.candidates(question(num_tokens=200_000)), "the number of tokens is an estimate"
     assert not smalls & set(limited.candidates(question(num_tokens=200_000)))
+
+
+def moving(number: int, num_tokens: int = 1000, **more: Any) -> MovableSnapshot:
+    key = number * 0x9E3779B97F4A7C15 % 2**64
+    fields: dict[str, Any] = {"is_shared": False, "has_images": False, **more}
+    return MovableSnapshot(f"{number:032x}", num_tokens, 10**6, 1.0, 0.0, key=key, **fields)
+
+
+SHARING = [replace(node, snapshots=f"10.0.0.{number}:7") for number, node in enumerate(NODES)]
+
+
+def test_the_successor_of_a_node_is_asked_first_once_it_has_left():
+    placement = placement_of(SHARING)
+    for number in range(50):
+        own = placement.candidates(question(number))[0]
+        left = placement_of(node for node in SHARING if node.node_id != own)
+        successor = placement.successor(moving(number), {own})
+        assert successor == left.candidates(question(number))[0] in placement.candidates(question(number), [own])
+
+
+def test_the_successor_can_take_the_conversation_and_shares_snapshots():
+    small = [replace(node, max_context_tokens=8_000) for node in SHARING[:8]]
+    blind = [replace(node, reads_images=False) for node in SHARING[8:14]]
+    placement = placement_of([*small, *blind, *NODES[14:18], *SHARING[18:]])
+    for number in range(50):
+        assert placement.successor(moving(number, 50_000, has_images=True), {"node18"}) == "node19"
+    assert placement_of().successor(moving(1), set()) is None
+    assert placement_of(SHARING[:1]).successor(moving(1), {"node0"}) is None
+
+
+def test_nodes_that_join_together_ask_different_neighbours():
+    placement = placement_of([*SHARING[:15], *NODES[15:]])
+    asked = {node.node_id: placement.neighbours(node.node_id, 3) for node in SHARING[:15]}
+    assert all(len(set(others)) == 3 and own not in others for own, others in asked.items())
+    assert len({frozenset(others) for others in asked.values()}) > 5
+    assert not {node.node_id for node in NODES[15:]} & {other for others in asked.values() for other in others}
+    assert placement_of(SHARING[:2]).neighbours("node0", 3) == ["node1"]
+    assert placement_of().neighbours("node0", 3) == []
 
 
 CROWDED, BUSY = Quote(crowding_s=100.0), Quote(wait_s=20.0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from deployments.args import AppArgs
+from deployments.cluster.relay import GcsRelay
 from deployments.serve_run import checks
 from deployments.serve_run.checks import CannotStart, ModelCheck, check_keys, check_machine, finds_cluster
 from deployments.serve_run.config_file import OrchardConfig
@@ -37,6 +38,15 @@ def test_reachable_cluster_is_found_by_its_address_file(note: Path, capsys: pyte
         note.write_text(f"127.0.0.1:{head.getsockname()[1]}")
         assert finds_cluster(note)
     assert note.exists() and capsys.readouterr().err == ""
+
+
+def test_a_relay_whose_head_does_not_answer_is_no_cluster(note: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "_ray_process", lambda: 4711)
+    relay = GcsRelay("127.0.0.1", 0, ("127.0.0.1", free_port()))
+    note.write_text(f"127.0.0.1:{relay.port}")
+    with pytest.raises(CannotStart, match=r"does not answer \(its head does not answer\), but process 4711 of Ray"):
+        finds_cluster(note)
+    relay.stop()
 
 
 def test_address_file_of_a_killed_local_cluster_is_removed(note: Path, capsys: pytest.CaptureFixture[str]):

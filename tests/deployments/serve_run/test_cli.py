@@ -145,6 +145,10 @@ def test_commands_on_a_missing_model_say_why(tmp_path: Path, arguments: list[str
     [
         (["--interface", "lo"], "--interface has no effect without --cluster"),
         (["--new-cluster"], "--new-cluster has no effect without --cluster"),
+        (["--adopt"], "--adopt has no effect without --cluster"),
+        (["--cluster", "--force"], "--force has no effect without --adopt"),
+        (["--cluster", "--adopt", "--new-cluster"], "--new-cluster contradicts --adopt"),
+        (["--cluster", "--adopt", "--interface", "lo"], "--interface contradicts --adopt"),
         (["--cluster", "--address", "10.0.0.1:6379"], "--address, or RAY_ADDRESS, names another one: 10.0.0.1:6379"),
     ],
 )

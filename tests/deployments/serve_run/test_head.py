@@ -1,5 +1,6 @@
 """What a head refuses before it starts anything, on loopback."""
 
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 
 from deployments.cluster import ports
 from deployments.cluster.folder import ClusterFolder
+from deployments.cluster.headship import Headship, write_headship
+from deployments.cluster.membership import write_membership
 from deployments.cluster.ray_node import contradiction_in
 from deployments.serve_run import head
 from deployments.serve_run.checks import CannotStart
@@ -103,3 +106,21 @@ def test_the_application_goes_on_only_if_it_is_the_same(folder: ClusterFolder):
     made.note_deployed({"args": 1})
     again = released(make(folder))
     assert again.continues({"args": 1}) and not again.continues({"args": 2})
+
+
+def test_a_member_is_no_head_of_another_cluster_and_is_told_how_to_adopt_its_own(folder: ClusterFolder):
+    folder.make()
+    write_membership(folder, os.getpid(), "192.168.1.10", "http://127.0.0.1:8000")
+    with pytest.raises(CannotStart, match=r"belongs to the cluster of 192.168.1.10: run `orchard leave` .*--adopt"):
+        make(folder)
+
+
+def test_a_head_that_was_replaced_refuses_to_start(folder: ClusterFolder):
+    first = released(make(folder))
+    folder.store_log.write_bytes(b"")
+    first._note(application=None)
+    write_headship(folder, Headship("192.168.1.11", 2))
+    with pytest.raises(CannotStart, match=r"192.168.1.11 has taken over the cluster .*orchard join 192.168.1.11"):
+        make(folder)
+    again = released(make(folder, options=HeadOptions("127.0.0.1", is_new=True)))
+    assert again.headship == Headship("127.0.0.1", 1), "a new cluster"

@@ -6,13 +6,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
+import ray
 from ray import serve
 
 from deployments.serve_run import stop
 from deployments.serve_run.stop import drain_applications
+from engine.placement import TakenOver
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 60.0
@@ -231,3 +234,70 @@ def test_applications_share_the_time_of_the_drain(monkeypatch: pytest.MonkeyPatc
     drain(monkeypatch, applications, a=0.5, b=0.5, c=0.5)
     first, *others = [ingresses.timeouts_s[0] for ingresses in applications.values()]
     assert first == pytest.approx(1.5, abs=0.2) and others == [1.0, 1.0]
+
+
+class Leaving(Ingresses):
+    """A handle to the ingresses of a cluster: calls of single methods answer at once."""
+
+    def __init__(self, says: TakenOver | Exception):
+        super().__init__(0.0)
+        self.moved = says
+        self.called: list[tuple[Any, ...]] = []
+        self.is_shut_down = False
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*args: Any) -> Any:
+            self.called.append((method, *args))
+            return SimpleNamespace(result=lambda timeout_s: self._result(method))
+
+        return SimpleNamespace(remote=remote)
+
+    def _result(self, method: str) -> TakenOver:
+        self.asked.append(f"result of {method}")
+        if isinstance(self.moved, Exception):
+            raise self.moved
+        return self.moved
+
+    def broadcast(self, method: str, *args: Any) -> "Leaving":
+        self.called.append((method, *args))
+        super().broadcast(method)
+        return self
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+def leave(monkeypatch: pytest.MonkeyPatch, ingresses: Leaving, num_nodes: int = 2) -> None:
+    monkeypatch.setattr(serve, "get_app_handle", lambda name: ingresses)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "own"))
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}] * num_nodes)
+    stop.drain_this_node("orchard", 20.0)
+
+
+def test_a_machine_that_stops_hands_its_snapshots_over_while_its_own_answers_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    ingresses = Leaving(TakenOver(5, 4, 6, 10**6, 2.0, {"room": 1}))
+    leave(monkeypatch, ingresses)
+    (_, own, none), (_, node_id, left_s), last = ingresses.called
+    assert [name for name, *_ in ingresses.called] == ["drain_node", "hand_over", "drain_on"]
+    assert own == node_id == "own" and none == 0.0 and 15 < left_s <= 20 and last == ("drain_on", "own")
+    assert ingresses.asked == ["result of drain_node", "drain_on", "result of hand_over"]
+    said = capsys.readouterr().err
+    assert "4 of 5 snapshots are at other nodes: 1.0 MB in 2.0 s; not moved: 1 room." in said
+    assert ingresses.is_shut_down
+
+
+def test_a_machine_whose_answers_cannot_be_moved_still_ends_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    ingresses = Leaving(TimeoutError("nobody answers"))
+    leave(monkeypatch, ingresses)
+    assert ingresses.asked == ["result of drain_node", "drain_on"]
+    assert "TimeoutError: nobody answers" in capsys.readouterr().err
+
+
+def test_a_machine_without_others_hands_nothing_over(monkeypatch: pytest.MonkeyPatch):
+    ingresses = Leaving(TakenOver())
+    leave(monkeypatch, ingresses, num_nodes=1)
+    assert ingresses.called == [("drain_on", "own")]

@@ -13,8 +13,11 @@ import sys
 import time
 from pathlib import Path
 
-from tests.e2e.judges.catalogue import JUDGES, Judge, Judged
+from engine.demo import DEMO_MODEL
+from tests.e2e.judges.catalogue import JUDGES, Judge, Judged, Served
+from tests.e2e.programs.catalogue import SERVED_NAMES
 from tests.e2e.programs.servers import model_server
+from tests.support import smollm2
 
 TIMEOUT_S = 1800.0
 
@@ -24,18 +27,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for what the judges print and write")
     parser.add_argument("--models", nargs="+", default=["demo", "smollm2"], choices=["demo", "smollm2"])
-    parser.add_argument("--only", default="", help="part of the names of judges")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of judges")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends, too
     out = options.out.absolute()
     verdicts: dict[str, dict[str, str]] = {}
     is_fine = True
     for model in options.models:
+        checkpoint = DEMO_MODEL if model == "demo" else smollm2.make(out)
         with model_server(model, out) as url:
+            served = Served(url, SERVED_NAMES[0], checkpoint)  # the first name of the server, whatever its model
             for judge in JUDGES:
-                if options.only in judge.name and model in judge.models:
+                if any(part in judge.name for part in options.only) and model in judge.models:
                     began_s = time.monotonic()
-                    passes, found = _run(judge, url, model, out / f"{judge.name} {model}".replace(" ", "-"))
+                    passes, found = _run(judge, served, out / f"{judge.name} {model}".replace(" ", "-"))
                     is_fine = is_fine and passes
                     word = "passes" if passes else "finds a fault"
                     verdicts.setdefault(judge.name, {})[model] = f"{word}: {found}"
@@ -46,7 +51,7 @@ def main() -> int:
     return 0 if is_fine else 1
 
 
-def _run(judge: Judge, url: str, model: str, folder: Path) -> tuple[bool, str]:
+def _run(judge: Judge, served: Served, folder: Path) -> tuple[bool, str]:
     """Run one judge in an empty home folder; keep its output in the folder."""
     (folder / "home").mkdir(parents=True, exist_ok=True)
     home = Path.home()
@@ -55,7 +60,7 @@ def _run(judge: Judge, url: str, model: str, folder: Path) -> tuple[bool, str]:
     with (folder / "output.txt").open("w+b") as output:
         try:
             status = subprocess.run(
-                judge.command(url, "demo", folder),  # the first name of the server, whatever its model
+                judge.command(served, folder),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

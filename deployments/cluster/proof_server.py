@@ -1,0 +1,164 @@
+"""ProofServer: answers questions of those who prove that they have the cluster's token, at a port of its own.
+
+It is no path of the ingress, because a machine must be able to ask before it belongs to the cluster, while the ingress
+may listen on loopback alone, has other keys, and needs an engine. The token is not sent: both ends prove that they
+have it (proof.py), for a nonce that the server accepts once. The answers are not encrypted, like Ray's own traffic.
+"""
+
+import hmac
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from deployments.cluster.proof import NONCE, PROOF, proof_of_head, proof_of_member
+
+CHALLENGE_PATH = "/challenge"
+NONCE_S = 30.0
+MAX_NONCES = 256
+MAX_CONNECTIONS = 16
+MAX_FIELDS = 32
+TIMEOUT_S = 10.0
+"""Longest silence of a client."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question whose sender has the token."""
+
+    fields: Mapping[str, str]
+    """Query of the path."""
+    sender: str
+    """Address of the sender."""
+
+
+class BadQuestion(Exception):
+    """The question cannot be answered; the message is for its sender."""
+
+
+Answer = Callable[[Question], bytes]
+"""Answers a question, in a thread of its own. Raises BadQuestion."""
+
+
+class ProofServer:
+    """The server.
+
+    Args:
+        host: Address to listen on.
+        port: Port to listen on; 0: any.
+        token: Of the cluster.
+        answers: Path to what answers it.
+    """
+
+    def __init__(self, host: str, port: int, token: str, answers: Mapping[str, Answer]):
+        """Bind the port. Raises OSError."""
+        self._server = _Server((host, port), _handler(token, answers, _Nonces()))
+        self.port: int = self._server.server_address[1]
+
+    def start(self) -> None:
+        """Answer in threads of its own."""
+        threading.Thread(target=self._server.serve_forever, name="proofs", daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop and release the port."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Nonces:
+    """Nonces that were given out, each of which is accepted once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: dict[str, float] = {}
+
+    def make(self) -> str | None:
+        """Return a nonce; None if there are MAX_NONCES that are still valid."""
+        now = time.monotonic()
+        with self._lock:
+            self._made = {nonce: made for nonce, made in self._made.items() if now - made < NONCE_S}
+            if len(self._made) >= MAX_NONCES:
+                return None
+            nonce = secrets.token_hex(16)
+            self._made[nonce] = now
+            return nonce
+
+    def use(self, nonce: str) -> bool:
+        with self._lock:
+            made = self._made.pop(nonce, None)
+        return made is not None and time.monotonic() - made < NONCE_S
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any):
+        self._slots = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._slots.acquire(blocking=False):
+            self.shutdown_request(request)  # the client reads the end of the connection
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore a client that has gone."""
+
+
+def _handler(token: str, answers: Mapping[str, Answer], nonces: _Nonces) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = TIMEOUT_S
+        server_version, sys_version = "Orchard", ""
+
+        def do_GET(self) -> None:
+            if self.path == CHALLENGE_PATH:
+                nonce = nonces.make()
+                if nonce is None:
+                    self._refuse(503, "too many machines ask at once; try again in a minute")
+                else:
+                    self._answer(200, json.dumps({"nonce": nonce}).encode())
+                return
+            nonce, proof = self.headers.get(NONCE, ""), self.headers.get(PROOF, "")
+            expected = proof_of_member(token, nonce, self.path)
+            if not (nonces.use(nonce) and hmac.compare_digest(proof.encode(), expected.encode())):
+                self._refuse(403, "the token is not that of this cluster")
+                return
+            parts = urlsplit(self.path)
+            if parts.path not in answers:
+                self._refuse(404, "no such path")
+                return
+            try:
+                fields = dict(parse_qsl(parts.query, strict_parsing=bool(parts.query), max_num_fields=MAX_FIELDS))
+                body = answers[parts.path](Question(fields, self.client_address[0]))
+            except (BadQuestion, ValueError) as problem:
+                self._refuse(400, str(problem))
+                return
+            self._answer(200, body, {PROOF: proof_of_head(token, nonce, body)})
+
+        def _refuse(self, status: int, why: str) -> None:
+            self._answer(status, json.dumps({"error": why}).encode())
+
+        def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    return Handler

@@ -1,0 +1,114 @@
+"""MovableSnapshots: which snapshots another node should take over, and what becomes of those that have arrived here."""
+
+from collections.abc import Mapping
+
+from engine.core.cost_model import CostModel
+from engine.core.memory.costs import MemoryCosts
+from engine.core.prefix_cache.sessions import PrefixCacheSessions
+from engine.core.prefix_cache.worth import EntryWorth, worth_of, worths
+from engine.core.quoting.load import LoadRecorder
+from engine.placement import KnownPrefix, MovableSnapshot
+
+MIN_PROBABILITY = 0.05
+"""Snapshots that are less likely to be used again stay where they are: those behind which a conversation has gone on,
+or that it has left."""
+
+MAX_KNOWN = 32
+"""Keys of prompts that move with a snapshot: two turns' worth of the longest question."""
+
+
+class MovableSnapshots:
+    """Runs on the engine's thread, between two pieces of work.
+
+    Args:
+        prefix: The prefix cache.
+        loads: Knows the keys of prompts, and the conversations that live here.
+        memory_costs: Bytes of tokens and states.
+        costs: Predicts seconds.
+    """
+
+    def __init__(self, prefix: PrefixCacheSessions, loads: LoadRecorder, memory_costs: MemoryCosts, costs: CostModel):
+        self._prefix = prefix
+        self._loads = loads
+        self._memory_costs = memory_costs
+        self._costs = costs
+
+    def offered(self, max_snapshots: int, shared_only: bool = False) -> list[MovableSnapshot]:
+        """Return the snapshots that save the most seconds per byte, the best first.
+
+        An ancestor of a snapshot is not listed after it, as it moves with it. Pinned ones are prefilled by each node.
+
+        Args:
+            max_snapshots: The most to return.
+            shared_only: Whether to return only those that several conversations continue, such as system parts.
+        """
+        known, chosen, covered = self._loads.prefixes.by_digest(), list[MovableSnapshot](), set[str]()
+        for worth in sorted(self._worths(), key=lambda one: -one.density):
+            entry = worth.entry
+            is_wanted = entry.lineage.is_shared or not shared_only
+            if not is_wanted or entry.pinned or entry.digest in covered or worth.probability < MIN_PROBABILITY:
+                continue
+            if len(chosen) == max_snapshots:
+                break
+            covered |= {one.digest for one in worth.path}
+            chosen.append(self._movable(worth, known))
+        return chosen
+
+    def of_conversation(self, conversation: int) -> MovableSnapshot | None:
+        """Return the snapshot behind the last turn of a conversation that lives here; None if none is stored."""
+        if (residence := self._loads.residents.leaving(conversation)) is None:
+            return None
+        keys = residence.keys
+        if (entry := self._loads.prefixes.last_of(keys)) is None:
+            return None
+        worth = worth_of(entry, True, self._prefix.cache, self._costs.prompt_s, self._memory_costs)
+        return self._movable(worth, self._loads.prefixes.by_digest((*keys.turns, keys.system)))
+
+    def densities(self) -> dict[str, float]:
+        """Return by how many seconds per second and byte each entry here is worth its file, by digest."""
+        return {worth.entry.digest: worth.own_density for worth in self._worths()}
+
+    def density(self, snapshot: MovableSnapshot) -> float:
+        """Return the same of a snapshot that is offered, by the pace of this engine."""
+        return self._costs.prompt_s(0, snapshot.num_tokens) * snapshot.rate / max(snapshot.num_bytes, 1)
+
+    def arrived(self, snapshot: MovableSnapshot, last: str) -> bool:
+        """Add what has arrived of a snapshot to the cache, with the keys by which prompts find it.
+
+        Args:
+            snapshot: The snapshot.
+            last: Digest of the longest part that has a file now: its own, or that of an ancestor.
+
+        Returns:
+            Whether all of it is here.
+        """
+        self._prefix.adopt(last)
+        for key, known in reversed(snapshot.known):
+            self._loads.prefixes.take_over(key, known)
+        is_here = self._prefix.cache.index.get(snapshot.digest) is not None
+        if is_here and snapshot.residence is not None:
+            self._loads.residents.moved_here(snapshot.residence)
+        return is_here
+
+    def _worths(self) -> list[EntryWorth]:
+        return list(worths(self._prefix.cache, self._costs.prompt_s, self._memory_costs))
+
+    def _movable(self, worth: EntryWorth, known: Mapping[str, list[tuple[int, KnownPrefix]]]) -> MovableSnapshot:
+        entry, cache = worth.entry, self._prefix.cache
+        here = dict(one for each in worth.path for one in known.get(each.digest, ()))  # nearest first
+        own = [key for key, each in here.items() if each.conversation is None and each.digest == entry.digest]
+        conversations = [each.conversation for each in here.values() if each.conversation is not None]
+        conversation = conversations[0] if conversations and not entry.lineage.is_shared else None
+        key = own[0] if own else conversation
+        return MovableSnapshot(
+            digest=entry.digest,
+            num_tokens=entry.num_tokens,
+            num_bytes=worth.num_bytes,
+            rate=worth.rate,
+            idle_s=max(0.0, cache.clock() - entry.used_s),
+            is_shared=entry.lineage.is_shared,
+            has_images=bool(entry.key.media),
+            key=int(entry.digest[:16], 16) if key is None else key,
+            known=tuple(here.items())[:MAX_KNOWN],
+            residence=self._loads.residents.leaving(conversation),
+        )
