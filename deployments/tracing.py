@@ -48,7 +48,9 @@ def why_not() -> str | None:
     except ModuleNotFoundError:
         is_found = False
     return (
-        None if is_found else "the package opentelemetry-exporter-otlp-proto-http is missing: install orchard-mlx[tracing]"
+        None
+        if is_found
+        else "the package opentelemetry-exporter-otlp-proto-http is missing: install orchard-mlx[tracing]"
     )
 
 
