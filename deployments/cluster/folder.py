@@ -20,6 +20,7 @@ class ClusterFolder:
         path: The folder, readable by its owner alone.
         token_file: The token that all machines of the cluster share.
         store_log: State of Ray's GCS, on the head.
+        head_lock: Held by the process that is the head.
         ray_output: What `ray start` has printed.
     """
 
@@ -27,6 +28,7 @@ class ClusterFolder:
         self.path = Path.home() / ".orchard" / "cluster" if path is None else path
         self.token_file = self.path / "token"
         self.store_log = self.path / "gcs.log"
+        self.head_lock = self.path / "head.lock"
         self.ray_output = self.path / "ray.log"
         self._started_file = self.path / "started.json"
 

@@ -9,6 +9,7 @@ from deployments.cluster.membership import Membership, forget_membership, read_m
 from deployments.cluster.ray_node import end_session
 from deployments.commands.connection import KEY_VARIABLE, Connection, Refused, Unreachable
 from deployments.commands.output import CommandError, say
+from engine.process_lock import holder_of
 
 IN_FLIGHT_S = 30.0
 """Time for the answers that clients read through this machine to end, which their engine's move does not do."""
@@ -29,6 +30,11 @@ def run(options: argparse.Namespace) -> int:
     except FolderError as error:
         raise CommandError(str(error)) from None
     if member is None:
+        if (head := holder_of(folder.head_lock)) is not None:
+            raise CommandError(
+                f"this machine is the head of its cluster, by {head}: Ctrl-C there moves its answers and ends it, and "
+                "the other machines wait for it to come back"
+            )
         raise CommandError("this machine belongs to no cluster, or its Ray has ended")
     try:
         _drain(Connection(member.url, options.key or os.environ.get(KEY_VARIABLE)), member)

@@ -84,7 +84,7 @@ class Head:
         self._is_stopping = threading.Event()
         try:
             self._folder.make()
-            self._lock = ProcessLock(self._folder.path / "head.lock")
+            self._lock = ProcessLock(self._folder.head_lock)
             self.token = self._folder.token()
             self._host = own_address(options.interface)
             if options.is_new:

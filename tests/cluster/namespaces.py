@@ -93,6 +93,9 @@ class Machine:
         """Nothing reaches the machine or leaves it from now on, and nobody is told: no FIN, no RST."""
         ip("link", "set", self._cable, "down")
 
+    def plug_in_the_cable(self) -> None:
+        ip("link", "set", self._cable, "up")
+
     def pids(self) -> list[int]:
         return [int(pid) for pid in ip("netns", "pids", self.name).split()]
 
