@@ -48,14 +48,19 @@ class Membership:
 
 def read_membership(folder: ClusterFolder) -> Membership | None:
     """Return the membership of this machine whose Ray still runs; None if there is none. Raises FolderError."""
+    found = noted_membership(folder)
+    return found if found is not None and found.is_running else None
+
+
+def noted_membership(folder: ClusterFolder) -> Membership | None:
+    """Return the membership of a machine that has not left, whether or not its Ray runs. Raises FolderError."""
     file = folder.path / FILE
     try:
-        found = Membership(**json.loads(file.read_text()))
+        return Membership(**json.loads(file.read_text()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
         raise FolderError(f"{file} cannot be read: {error}; run `ray stop`, then delete it") from None
-    return found if found.is_running else None
 
 
 def write_membership(folder: ClusterFolder, pid: int, head: str, url: str) -> None:

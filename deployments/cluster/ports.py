@@ -20,3 +20,5 @@ NODE = {
 """Option of `ray start` to port, on every machine."""
 HEAD_ONLY = {"ray-client-server-port": 6386, "dashboard-port": 8265}
 """Option of `ray start --head` to port; the dashboard listens on loopback."""
+VARIABLES = {"AUTOSCALER_METRIC_PORT": 6387, "DASHBOARD_METRIC_PORT": 6388}
+"""Environment variable of the head to port."""

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from deployments.cluster.comparison import Line, Link, compare
@@ -13,6 +14,7 @@ from deployments.cluster.join_client import HeadAnswer, HeadClient, HeadRefused
 from deployments.cluster.membership import Membership, read_membership, write_membership
 from deployments.cluster.own_address import NoAddress, own_address
 from deployments.cluster.ray_node import NodeOptions, RayFailed, RayNode, contradiction_in, set_variables
+from deployments.cluster.rejoin import start_rejoiner
 from deployments.commands.connection import KEY_VARIABLE, Connection, Refused, Unreachable
 from deployments.commands.nodes import show_nodes
 from deployments.commands.output import CommandError, say, show, show_json
@@ -115,8 +117,17 @@ def _start(folder: ClusterFolder, token: str, answer: HeadAnswer, address: str, 
         say("Starting Ray.")
         ray.start()
         write_membership(folder, ray.pid, options.head, answer.url)
+        start_rejoiner(folder, ray.pid, _command(options))
     except (FolderError, RayFailed) as error:
         raise CommandError(str(error)) from None
+
+
+def _command(options: argparse.Namespace) -> list[str]:
+    """Return the command that joins as this one, with the token of the folder."""
+    command = [str(Path(sys.executable).parent / "orchard"), "join", options.head]
+    if options.interface is not None:
+        command.append(f"--interface={options.interface}")
+    return [*command, f"--object-store-mib={options.object_store_mib}"]
 
 
 def _await_engine(member: Membership, key: str | None) -> int:

@@ -5,7 +5,7 @@ import os
 import time
 
 from deployments.cluster.folder import ClusterFolder, FolderError
-from deployments.cluster.membership import Membership, forget_membership, read_membership
+from deployments.cluster.membership import Membership, forget_membership, noted_membership, read_membership
 from deployments.cluster.ray_node import end_session
 from deployments.commands.connection import KEY_VARIABLE, Connection, Refused, Unreachable
 from deployments.commands.output import CommandError, say
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the verb; return its exit status."""
     folder = ClusterFolder()
     try:
-        member = read_membership(folder)
+        member, noted = read_membership(folder), noted_membership(folder)
     except FolderError as error:
         raise CommandError(str(error)) from None
     if member is None:
@@ -35,15 +35,19 @@ def run(options: argparse.Namespace) -> int:
                 f"this machine is the head of its cluster, by {head}: Ctrl-C there moves its answers and ends it, and "
                 "the other machines wait for it to come back"
             )
-        raise CommandError("this machine belongs to no cluster, or its Ray has ended")
+        if noted is not None:
+            forget_membership(folder)
+            say(f"Ray had ended on this machine; it does not join the cluster of {noted.head} again.")
+            return 0
+        raise CommandError("this machine belongs to no cluster")
     try:
         _drain(Connection(member.url, options.key or os.environ.get(KEY_VARIABLE)), member)
     except (Unreachable, Refused) as error:
         if not options.force:
             raise CommandError(f"the answers cannot be moved: {error}. `orchard leave --force` ends them") from None
         say(f"The answers were not moved: {error}")
+    forget_membership(folder)  # first, so that the rejoiner does not take the end of Ray for an accident
     end_session(member.pid)
-    forget_membership(folder)
     say(f"This machine has left the cluster of {member.head}.")
     return 0
 
