@@ -69,7 +69,7 @@ class Member:
         self.sources: Path | None = None  # folder with deployments/ and engine/; None: those of this checkout
 
     def orchard(self, *words: str) -> Command:
-        """Start a command, with no lower priority than others have: Ray's raylet gives its agents 15 s to start."""
+        """Start a command; with a lower priority than others, Ray's agents may not start in the 15 s that they have."""
         return self.start([str(Path(sys.executable).parent / "orchard"), *words])
 
     def type(self, line: str) -> Command:
@@ -111,9 +111,10 @@ def members(num_members: int, port: int = PORT) -> Iterator[list[Member]]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def serve(member: Member) -> Command:
+def serve(member: Member, dashboard: bool = False) -> Command:
     config = member.home.parent / "config.yaml"
-    return member.orchard("serve", "--cluster", "--interface", "eth0", "--config", str(config), "--no-dashboard")
+    options = () if dashboard else ("--no-dashboard",)
+    return member.orchard("serve", "--cluster", "--interface", "eth0", "--config", str(config), *options)
 
 
 def token_of(head: Member) -> str:
