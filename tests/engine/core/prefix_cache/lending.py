@@ -13,6 +13,7 @@ from engine.core.prefix_cache.node import SnapshotNode
 from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.snapshot_store.files import SnapshotFiles
+from tests.support.clock import Clock
 from tests.support.driver import Driver
 from tests.support.fake_runner import BYTES_PER_TOKEN, STATE_BYTES, FakeRunner, answer
 
@@ -148,7 +149,8 @@ class Engine(Driver):
         self.config = EngineConfig.model_validate(settings)
         super().__init__(self.runner, self.config)
         if files is not None:
-            self.core = EngineCore(self.config, self.runner, self._publish, files=files)
+            # The clock stands still, so that no reading takes too long, however busy the machine is.
+            self.core = EngineCore(self.config, self.runner, self._publish, clock=Clock(), files=files)
         self.is_checked = True
 
     @property
