@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from ray import cloudpickle
+from ray.cloudpickle.cloudpickle import dumps
 
 from deployments import population
 from deployments.app import MLLM, Ingress, ModelReplica, SpecPrefillScorer, TextMTP
@@ -96,14 +96,14 @@ def test_a_new_field_of_a_message_is_another_language_and_other_code_is_not(monk
 
 @pytest.mark.parametrize("deployment", [ModelReplica, TextMTP, MLLM, Ingress, SpecPrefillScorer])
 def test_a_node_runs_the_class_of_its_own_sources(deployment: Any):
-    pickled = cloudpickle.dumps(deployment.func_or_class)
+    pickled = dumps(deployment.func_or_class)
     assert len(pickled) < 200, "a name, not the code of the class"
     assert pickle.loads(pickled) is deployment.func_or_class  # noqa: S301
 
 
 def test_options_are_sent_as_they_were_set_and_a_node_adds_its_own_defaults(monkeypatch: pytest.MonkeyPatch):
     args = AppArgs.model_validate({"engine": {"max_queue": 7}, "http": {"open": True}}).resolved()
-    pickled = cloudpickle.dumps(args)
+    pickled = dumps(args)
     assert pickle.loads(pickled) == args  # noqa: S301
     monkeypatch.setattr(EngineConfig.model_fields["max_running"], "default", 3)
     elsewhere = pickle.loads(pickled)  # noqa: S301
