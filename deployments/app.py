@@ -2,6 +2,8 @@
 
 # No `from __future__ import annotations` here: Serve validates `args` only if it finds AppArgs itself as annotation.
 
+import inspect
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -98,32 +100,57 @@ def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None
     overrides = overrides or {}
     num_nodes = _check_cluster(args)
     _check_pinned(args)
+    num_scorers = _check_scorer_nodes(args.spec_prefill) if args.resolved().spec_prefill.enabled else 0
+    options = graph_options(args, overrides, num_nodes, num_scorers)
     shown, args = _shown(args), args.resolved()
-    scorer = _bind_scorer(args, overrides.get("SpecPrefillScorer", {})) if args.spec_prefill.enabled else None
-    ending = {**_ending(args), "max_ongoing_requests": NO_LIMIT}
-    engine_options = {
-        **_one_per_node("mlx", ENGINE_SHARE, num_nodes),
-        **ending,
-        **ROUTER,
-        "health_check_period_s": 2,
-        "health_check_timeout_s": 10,
-        **overrides.get("ModelReplica", {}),
-    }
-    engine = ModelReplica.options(**engine_options).bind(
+    scorer = None
+    if args.spec_prefill.enabled:
+        scorer = SpecPrefillScorer.options(**options["SpecPrefillScorer"]).bind(args.spec_prefill, args.engine)
+    engine = ModelReplica.options(**options["ModelReplica"]).bind(
         args.engine, args.drain_timeout_s + ENGINE_MARGIN_S, args.model_name
     )
-    small = {**_one_per_node("mlx", SMALL_SHARE, num_nodes), **ending}
-    text_options = {**small, **ROUTER, **overrides.get("TextMTP", {})}
-    text = TextMTP.options(**text_options).bind(args, engine, scorer)
-    mllm_options = {  # Serve's RUNNING includes the image planner, except where nothing needs it
-        **_one_per_node("mlx", SMALL_SHARE, num_nodes, waits_for=None if _may_read_images(args) else ModelReplica.name),
-        **ending,
-        **ROUTER,
-        **overrides.get("MLLM", {}),
+    text = TextMTP.options(**options["TextMTP"]).bind(args, engine, scorer)
+    mllm = MLLM.options(**options["MLLM"]).bind(args, engine, scorer)
+    return Ingress.options(**options["Ingress"]).bind(args, shown, engine, text, mllm, scorer)
+
+
+def graph_options(
+    args: AppArgs, overrides: Mapping[str, Mapping[str, Any]], num_nodes: int = 1, num_scorers: int = 1
+) -> dict[str, dict[str, Any]]:
+    """Return Serve's options of each deployment by its name.
+
+    Args:
+        args: The `args` of the configuration file.
+        overrides: Deployment name to options that replace the ones set here.
+        num_nodes: Nodes that can hold an engine.
+        num_scorers: Nodes that can hold a scorer.
+    """
+    args = args.resolved()
+    common = {**_ending(args), "max_ongoing_requests": NO_LIMIT, **ROUTER}
+    often = {"health_check_period_s": 2, "health_check_timeout_s": 10}
+    small = {**_one_per_node("mlx", SMALL_SHARE, num_nodes), **common}
+    # Serve's RUNNING includes the image planner, except where nothing needs it
+    waits_for = None if _may_read_images(args) else ModelReplica.name
+    options = {
+        "ModelReplica": {**_one_per_node("mlx", ENGINE_SHARE, num_nodes), **common, **often},
+        "TextMTP": small,
+        "MLLM": {**_one_per_node("mlx", SMALL_SHARE, num_nodes, waits_for), **common},
+        "Ingress": small,
     }
-    mllm = MLLM.options(**mllm_options).bind(args, engine, scorer)
-    ingress_options = {**small, **ROUTER, **overrides.get("Ingress", {})}
-    return Ingress.options(**ingress_options).bind(args, shown, engine, text, mllm, scorer)
+    if args.spec_prefill.enabled:
+        scoring = _one_per_node("mlx_scorer", SCORER_SHARE, num_scorers, waits_for=ModelReplica.name)
+        options["SpecPrefillScorer"] = {**scoring, **common, **often}
+    return {name: {**known, **overrides.get(name, {})} for name, known in options.items()}
+
+
+def describe_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the graph of this machine's sources is, as JSON: two that are equal may run in one application."""
+    classes = {one.name: one.func_or_class for one in (ModelReplica, TextMTP, MLLM, Ingress, SpecPrefillScorer)}
+    graph = {
+        name: {"constructor": str(inspect.signature(classes[name])), "options": options}
+        for name, options in graph_options(args, overrides).items()
+    }
+    return json.loads(json.dumps(graph))
 
 
 def _shown(args: AppArgs) -> dict[str, Any]:
@@ -137,20 +164,6 @@ def _shown(args: AppArgs) -> dict[str, Any]:
 def _ending(args: AppArgs) -> dict[str, Any]:
     """Return Serve's shutdown options: a replica is killed only after its requests must have ended by themselves."""
     return {"graceful_shutdown_timeout_s": args.drain_timeout_s + KILL_MARGIN_S, "graceful_shutdown_wait_loop_s": 0.5}
-
-
-def _bind_scorer(args: AppArgs, overrides: Mapping[str, Any]) -> Application:
-    config = args.spec_prefill
-    options = {
-        **_one_per_node("mlx_scorer", SCORER_SHARE, _check_scorer_nodes(config), waits_for=ModelReplica.name),
-        **_ending(args),
-        "max_ongoing_requests": NO_LIMIT,
-        **ROUTER,
-        "health_check_period_s": 2,
-        "health_check_timeout_s": 10,
-        **overrides,
-    }
-    return SpecPrefillScorer.options(**options).bind(config, args.engine)
 
 
 def _check_cluster(args: AppArgs) -> int:

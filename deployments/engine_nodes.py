@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection
 
 from ray.serve.handle import DeploymentHandle
 
-from deployments.ray_internals import RunningNode, running_nodes, running_replicas
+from deployments.population import among, is_of_own_population, is_understood
+from deployments.ray_internals import RunningNode, running_nodes
 from deployments.replica_choice import NoOtherReplica, NoReplicaYet
 
 FIRST_WAIT_S = 5.0
@@ -40,8 +41,8 @@ class EngineNodes:
 
     @property
     def num(self) -> int:
-        """The number of running engines, as far as it is known."""
-        return len(running_replicas(self._engines) or ())
+        """The number of running engines that get this ingress' requests, as far as it is known."""
+        return len(among(running_nodes(self._engines) or []))
 
     def note(self, replica_id: str, seconds: float) -> None:
         """Record that an engine refused a request or was lost. For this time it is chosen last."""
@@ -62,6 +63,8 @@ class EngineNodes:
     ) -> RunningNode:
         """Return the engine for a request, at random among those that are equally good.
 
+        Those of other populations are chosen last, and never if they do not understand the messages of this one.
+
         Args:
             without: Unique ids of replicas that must not be chosen.
             last: Nodes whose engines are chosen only if there is no other, like the noted ones.
@@ -75,12 +78,12 @@ class EngineNodes:
         while True:
             running = running_nodes(self._engines) or []
             self._has_had_one = self._has_had_one or bool(running)
-            if able := [one for one in running if one.replica_id not in without]:
+            if able := [one for one in running if one.replica_id not in without and is_understood(one.metadata)]:
                 noted = self.recent()
 
-                def rank(one: RunningNode, noted: frozenset[str] = noted) -> tuple[bool, bool, float]:
+                def rank(one: RunningNode, noted: frozenset[str] = noted) -> tuple[bool, bool, bool, float]:
                     is_last = one.replica_id in noted or one.node_id in last
-                    return one.node_id != node_id, is_last, random.random()
+                    return one.node_id != node_id, is_last, not is_of_own_population(one.metadata), random.random()
 
                 return min(able, key=rank)
             if running and not waits:

@@ -39,6 +39,7 @@ from deployments.metrics.node_figures import IngressFigures
 from deployments.metrics.text_format import text_of
 from deployments.node_metrics import NodeReplicas
 from deployments.planning import thinks
+from deployments.population import CODE, own_code
 from deployments.process import in_replica, replica_info
 from deployments.process import node_id as own_node_id
 from deployments.protocol import (
@@ -51,7 +52,7 @@ from deployments.protocol import (
     TextLogprobs,
     ToolCall,
 )
-from deployments.ray_internals import listen_on_node_address
+from deployments.ray_internals import by_reference, listen_on_node_address
 from deployments.replica_calls import ask_replicas, call_within
 from deployments.serve_log import join_serve_log
 from deployments.timeline import RequestTimeline, Timelines
@@ -164,6 +165,7 @@ class TextGeneration:
             self._note_end()
 
 
+@by_reference
 @serve.deployment()
 @serve.ingress()
 class Ingress:
@@ -249,6 +251,10 @@ class Ingress:
             limits=self._limits,
             tag=tag_of_node(self._peers.node_id),
         )
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Return what every other ingress knows of this one without asking. Serve calls this once, at the start."""
+        return {CODE: own_code()}
 
     async def start(self, request: ChatRequest, route: Route) -> TextGeneration:
         if self._is_embedding_model:

@@ -8,6 +8,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.http.answer_id import tag_in, tag_of_node
 from deployments.placement.rendezvous import Rendezvous
+from deployments.population import is_of_own_population
 from deployments.ray_internals import running_replicas
 from deployments.replica_calls import ask_replicas, call_within
 from deployments.replica_choice import pin_to
@@ -39,7 +40,7 @@ class IngressPeers:
         return [] if tag is None else [node_id for node_id in self._tags.get(tag, ()) if node_id != self.node_id]
 
     def home_of(self, key: int) -> str:
-        """Return the node whose ingress counts for all where one of them must, for a 64-bit key."""
+        """Return the node whose ingress counts for all of its population where one must, for a 64-bit key."""
         self._follow()
         return self._order.ranked(key, 1)[0]
 
@@ -77,7 +78,8 @@ class IngressPeers:
         running = list(replicas.values())
         node_ids = {self.node_id, *(replica.node_id for replica in running)}
         self._replica_ids = {self.replica_id, *(replica.replica_id.unique_id for replica in running)}
-        self._order = Rendezvous(dict.fromkeys(node_ids, 1.0))
+        own = {replica.node_id for replica in running if is_of_own_population(replica.replica_metadata)}
+        self._order = Rendezvous(dict.fromkeys({self.node_id, *own}, 1.0))
         self._tags = {}
-        for node_id in self._order.node_ids:
+        for node_id in sorted(node_ids):
             self._tags.setdefault(tag_of_node(node_id), []).append(node_id)

@@ -12,7 +12,7 @@ from deployments.args import AppArgs
 from deployments.planning import PromptPlanner
 from deployments.process import node_id, replica_info
 from deployments.protocol import ChatRequest, Plan
-from deployments.ray_internals import listen_on_node_address
+from deployments.ray_internals import by_reference, listen_on_node_address
 from deployments.serve_log import join_serve_log
 from deployments.sparse_planner import PromptFacts, SparsePlanner
 from engine.processing.images import ImagePreprocessor
@@ -21,6 +21,7 @@ from engine.processing.message import image_sources
 from engine.protocol import ImagePatches, InvalidRequest
 
 
+@by_reference
 @serve.deployment()
 class MLLM:
     """Loads images, renders the chat template and tokenizes, on the node whose engine will answer."""

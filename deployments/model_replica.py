@@ -11,9 +11,10 @@ from ray import serve
 
 from deployments.draining import DRAIN_TIMEOUT_S, on_stop
 from deployments.placer import FACTS
+from deployments.population import CODE, own_code
 from deployments.process import in_replica, node_id, replica_info
 from deployments.protocol import EngineAnswer
-from deployments.ray_internals import http_request_id, listen_on_node_address
+from deployments.ray_internals import by_reference, http_request_id, listen_on_node_address
 from deployments.ray_mirror import RayMirror, mirror_to_ray
 from deployments.serve_log import join_serve_log
 from deployments.snapshot_sharing import sharing_of
@@ -34,6 +35,7 @@ HEARTBEAT_PERIOD_S = 5.0
 engine_stream.py."""
 
 
+@by_reference
 @serve.deployment()
 class ModelReplica:
     """The engine's replica: one AsyncEngine, and the fingerprint of its checkpoint."""
@@ -89,10 +91,10 @@ class ModelReplica:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return what every ingress knows of this engine without asking. Serve calls this once, at the start."""
-        return {FACTS: self._engine.placement_facts()}
+        return {FACTS: self._engine.placement_facts(), CODE: own_code()}
 
     async def status(self) -> dict[str, Any]:
-        return {**replica_info(), "engine": asdict(self._engine.status())}
+        return {**replica_info(), "population": own_code()["population"], "engine": asdict(self._engine.status())}
 
     async def figures(self) -> dict[str, Any]:
         """Return the figures for metrics, see AsyncEngine.figures."""

@@ -13,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.placement.conversation_keys import BYTES_PER_TOKEN
 from deployments.placement.holders import prefix_holder, with_fetches
 from deployments.placement.place import NodeFacts, Placement
+from deployments.population import among
 from deployments.protocol import ChatRequest, Route
 from deployments.ray_internals import RunningNode, running_nodes, running_replicas
 from deployments.replica_calls import call_within
@@ -162,7 +163,7 @@ class Placer:
             return False
         if replicas is not self._replicas or len(replicas) != self._num_replicas:
             self._replicas, self._num_replicas = replicas, len(replicas)
-            self._placement.update(map(facts_of, running_nodes(self._engines) or ()))
+            self._placement.update(map(facts_of, among(running_nodes(self._engines) or [])))
         return True
 
     def planned(self, request: ChatRequest, num_tokens: int) -> None:

@@ -132,6 +132,16 @@ LOCAL_NODE = RunningNode("", "", {})
 """The node of every deployment in Serve's local testing mode."""
 
 
+def by_reference(deployment: Any) -> Any:
+    """Make Serve send a deployment's class by its name, so that each node runs the class of its own sources.
+
+    The module's name of the class is that of the Deployment, so that cloudpickle would send the class of the head's
+    sources as code, to run with the modules of the node's.
+    """
+    deployment.func_or_class.__qualname__ = f"{deployment.name}.func_or_class"
+    return deployment
+
+
 def running_replicas(handle: Any) -> Mapping[Any, Any] | None:
     """Return a deployment's running replicas, as this process knows them; None if it does not know.
 

@@ -12,6 +12,7 @@ from typing import Literal
 from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
+from deployments.population import among
 from deployments.process import node_id
 from deployments.ray_internals import running_nodes
 from deployments.replica_calls import NoAnswer, call_within, cause_of, is_replica_lost, while_running
@@ -75,7 +76,7 @@ class ScorerClient:
             NoPlan: There is no plan. A prompt does not wait for a scorer to start.
         """
         with _no_plan_without("scorer"):
-            nodes = [one.node_id for one in running_nodes(self._scorer) or ()]
+            nodes = [one.node_id for one in among(running_nodes(self._scorer) or [])]
             if node_id is None:
                 node_id = self._node_id if self._node_id in nodes else random.choice(nodes) if nodes else None
             if node_id is None or node_id not in nodes:

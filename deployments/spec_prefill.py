@@ -9,8 +9,9 @@ import ray
 from ray import serve
 
 from deployments.autoscaling import nodes_offering
+from deployments.population import CODE, own_code
 from deployments.process import node_id, replica_info
-from deployments.ray_internals import http_request_id, listen_on_node_address
+from deployments.ray_internals import by_reference, http_request_id, listen_on_node_address
 from deployments.serve_log import join_serve_log
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.core.spec_prefill.plan import Scored, ScoreRequest
@@ -19,6 +20,7 @@ from engine.protocol import EngineFailed
 log = logging.getLogger("ray.serve")
 
 
+@by_reference
 @serve.deployment()
 class SpecPrefillScorer:
     """Scores prompts for sparse prefill.
@@ -50,6 +52,10 @@ class SpecPrefillScorer:
                 config.draft_model or "demo",
                 error,
             )
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Return what every planner knows of this scorer without asking. Serve calls this once, at the start."""
+        return {CODE: own_code()}
 
     async def score(self, request: ScoreRequest) -> Scored:
         """Score a prompt, see AsyncDraftScorer.score; cancelling the call stops the draft model.

@@ -11,11 +11,12 @@ from deployments.args import AppArgs
 from deployments.planning import PromptPlanner
 from deployments.process import node_id, replica_info
 from deployments.protocol import ChatRequest, Plan
-from deployments.ray_internals import listen_on_node_address
+from deployments.ray_internals import by_reference, listen_on_node_address
 from deployments.serve_log import join_serve_log
 from deployments.sparse_planner import PromptFacts, SparsePlanner
 
 
+@by_reference
 @serve.deployment()
 class TextMTP:
     """Renders the chat template and tokenizes, on the node whose engine will answer."""

@@ -39,9 +39,24 @@ class Frozen(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle only what was set, so that another version of Orchard adds its own defaults of its own options."""
+        return rebuilt, (type(self), {name: getattr(self, name) for name in self.model_fields_set})
+
     def changed(self) -> list[str]:
         """Return the names of fields whose value is not the default."""
         return [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.get_default()]
+
+
+def rebuilt(cls: type[Frozen], values: dict[str, Any]) -> Frozen:
+    """Return the pickled options, which were validated where they were made.
+
+    Raises:
+        ValueError: An option does not exist in this version of Orchard.
+    """
+    if unknown := sorted(values.keys() - cls.model_fields.keys()):
+        raise ValueError(f"{cls.__name__} has no option {', '.join(unknown)} in this version of Orchard")
+    return cls.model_construct(set(values), **values)
 
 
 class DraftLimits(Frozen):

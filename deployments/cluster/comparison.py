@@ -71,7 +71,10 @@ def _packages(head: Facts, own: Facts) -> Iterator[Line]:
 
 def _sources(head: Facts, own: Facts, link: Link) -> Line:
     folders = " ".join(f"{link.head}:{head.root}/{name}" for name in FOLDERS)
-    remedy = f"rsync -a --delete {folders} {own.root}/, which replaces both folders here"
+    remedy = (
+        f"rsync -a --delete {folders} {own.root}/, which replaces both folders here; a cluster is upgraded from its "
+        "head on"
+    )
     return _equal("Orchard", head.sources, own.sources, remedy)
 
 

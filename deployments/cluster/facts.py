@@ -1,6 +1,5 @@
 """Facts: what machines of one cluster must have in common, or must know of each other, as read on this machine."""
 
-import importlib.metadata
 import platform
 import shutil
 import time
@@ -12,11 +11,9 @@ from typing import Any
 
 import psutil
 
-from deployments.cluster.sources import ROOT, sources_digest
+from deployments.cluster.sources import ROOT, package_versions, sources_digest
 from engine.processing.checkpoint import checkpoint_here, fingerprint
 from engine.processing.fingerprint import checkpoint_fingerprint
-
-PACKAGES = ("ray", "mlx", "mlx-lm", "mlx-vlm")
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ def read_facts(models: Iterable[tuple[str, str | None]]) -> Facts:
     lock_file, home = ROOT / "uv.lock", Path.home()
     return Facts(
         python=platform.python_version(),
-        packages={name: importlib.metadata.version(name) for name in PACKAGES},
+        packages=package_versions(),
         sources=sources_digest(),
         lock_file=sha256(lock_file.read_bytes()).hexdigest()[:32] if lock_file.exists() else "",
         checkpoints=tuple(read_checkpoint(model, revision) for model, revision in models),

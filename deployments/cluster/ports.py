@@ -35,3 +35,5 @@ BESIDE = {
 """As NODE, for the head of a cluster on a machine that is also a member of it."""
 HEAD_ONLY = {"ray-client-server-port": 6386, "dashboard-port": 8265}
 """Option of `ray start --head` to port; the dashboard listens on loopback."""
+VARIABLES = {"AUTOSCALER_METRIC_PORT": 6376, "DASHBOARD_METRIC_PORT": 6377}
+"""Environment variable of the head to port."""

@@ -29,9 +29,15 @@ def run(options: argparse.Namespace) -> int:
         member, headship = read_membership(folder), read_headship(folder)
     except FolderError as error:
         raise CommandError(str(error)) from None
+    head = holder_of(folder.path / HEAD_LOCK)
+    if member is None and head is not None:
+        raise CommandError(
+            f"this machine is the head of its cluster, by {head}: Ctrl-C there moves its answers and ends it, and the "
+            "other machines wait for it to come back"
+        )
     if member is None:
         raise CommandError("this machine belongs to no cluster, or its Ray has ended")
-    if holder_of(folder.path / HEAD_LOCK) is not None and not options.force:
+    if head is not None and not options.force:
         raise CommandError("this machine is also the head of its cluster: stop `orchard serve` first, or give --force")
     try:
         if member.is_running:  # else it serves alone, and that server drains by itself

@@ -10,6 +10,8 @@ from deployments.commands import connection
 from deployments.commands.connection import Connection
 from deployments.commands.output import console, show, show_json, size, table
 
+POPULATION_CHARS = 8
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
@@ -37,7 +39,12 @@ def show_nodes(engines: list[dict[str, Any]]) -> None:
         engines: `engines` of /v1/status.
     """
     columns = ("node", "process", "state", "#rows", "#waiting", "#context", "#memory")
-    console().print(table(columns, _rows(engines)))
+    populations = [str(engine.get("population", ""))[:POPULATION_CHARS] for engine in engines]
+    rows = list(_rows(engines))
+    if len(set(populations)) > 1:  # while a cluster is upgraded
+        columns += ("code",)
+        rows = [[*row, population] for row, population in zip(rows, populations, strict=True)]
+    console().print(table(columns, rows))
 
 
 def node_ids(server: Connection) -> list[str]:

@@ -5,6 +5,7 @@ again, the other machines, which wait for RECONNECT_S, belong to the same cluste
 """
 
 import os
+import platform
 import secrets
 import signal
 import socket
@@ -34,6 +35,7 @@ from deployments.cluster.ray_node import (
     contradiction_in,
     set_variables,
 )
+from deployments.cluster.sources import package_versions, sources_digest
 from deployments.cluster.store_process import StoreNotStarted, StoreProcess
 from deployments.serve_run.adoption import find_adoption, refuse_if_adopted, take_over, tell_replaced
 from deployments.serve_run.checks import CannotStart, address_note
@@ -141,6 +143,7 @@ class Head:
             if self._started:
                 refuse_if_adopted(self._folder, self.headship)
         self.address = f"{self._host}:{ports.GCS}"
+        self._refuse_other_versions()
         self._refuse_other_serve_options()
         numbers = ports.BESIDE if self.is_beside else ports.NODE
         await_free(self._host, (ports.GCS, numbers["node-manager-port"]))
@@ -168,7 +171,7 @@ class Head:
             set_defaults(environ, "ray")
             self._ray = RayNode(self._node_options(self._store), environ, self._ray_output)
             self._ray.start()
-            self._note(application=self._started.get("application"))
+            self._note(self._started.get("application"), self._started.get("sources"))
             write_headship(self._folder, self.headship)
         except (StoreNotStarted, RayFailed, FolderError) as error:
             self.stop()
@@ -242,9 +245,26 @@ class Head:
         """Tell whether the cluster already has this application, so that nothing must be deployed."""
         return self._started.get("application") == application
 
+    def refuse_two_changes(self, application: Mapping[str, Any]) -> None:
+        """Refuse to deploy another application from other sources: the other machines may still run the earlier ones.
+
+        Raises:
+            CannotStart: Both have changed.
+        """
+        known, before = self._started.get("application"), self._started.get("sources")
+        if known is None or known == application or before == sources_digest():
+            return
+        changed = ", ".join(key for key in sorted({*known, *application}) if known.get(key) != application.get(key))
+        raise CannotStart(
+            f"The cluster in {self._folder.store_log} runs another application ({changed}), and was started from other "
+            "sources of Orchard, so that it cannot be upgraded machine by machine. Start with the earlier sources or "
+            "the earlier configuration; or let the other machines leave, start with --new-cluster, and let them join "
+            "again."
+        )
+
     def note_deployed(self, application: Mapping[str, Any]) -> None:
-        """Note the application that the cluster has now."""
-        self._note(application=dict(application))
+        """Note the application that the cluster has now, and that this head has these sources."""
+        self._note(dict(application), sources_digest())
 
     def describe(self) -> str:
         """Return what the operator must know to let other machines join."""
@@ -289,9 +309,15 @@ class Head:
             return "Ray"
         return None
 
-    def _note(self, application: Any) -> None:
-        changed = {"address": self._host, "serve": self._serve_options(), "application": application}
-        changed["id"] = self._started.get("id") or secrets.token_hex(8)
+    def _note(self, application: Any = None, sources: str | None = None) -> None:
+        changed = {
+            "address": self._host,
+            "serve": self._serve_options(),
+            "versions": _versions(),
+            "sources": sources,
+            "application": application,
+            "id": self._started.get("id") or secrets.token_hex(8),
+        }
         self._started = {**self._started, **changed}
         self._folder.note_started(self._started)
 
@@ -307,6 +333,16 @@ class Head:
                 "cluster with --new-cluster, which the other machines must join again."
             )
 
+    def _refuse_other_versions(self) -> None:
+        known, now = self._started.get("versions"), _versions()
+        if known is None or known == now:
+            return
+        raise CannotStart(
+            f"The cluster in {self._folder.store_log} was started with {_listed(known)}, which all its machines must "
+            f"have in common, and this machine has {_listed(now)}. Start with those; or let the other machines leave, "
+            "start with --new-cluster, and let them join again."
+        )
+
     def _refuse_other_serve_options(self) -> None:
         known, now = self._started.get("serve"), self._serve_options()
         if known is None or known == now:
@@ -318,6 +354,15 @@ class Head:
             f"({differences}). Start with those, or start a new cluster with --new-cluster, which the other machines "
             "must join again."
         )
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions that Ray wants to be equal on all machines."""
+    return {"Python": platform.python_version(), "ray": package_versions()["ray"]}
+
+
+def _listed(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _models(args: AppArgs) -> list[tuple[str, str | None]]:

@@ -10,7 +10,6 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from deployments.cluster.sources import sources_digest
 from deployments.serve_run.checks import CannotStart
 from deployments.serve_run.config_file import ConfigError, OrchardConfig, check_with_ray
 from deployments.serve_run.head import Head
@@ -83,9 +82,9 @@ class Server:
         self._start_ray()
         self._stop.install()  # Ray has replaced the handler
         self._say("Ray is up")
+        build_graph = graph.result()
         is_continued = self._head is not None and self._head.continues(identity_of(self._config))
         Watcher(self._config, self._on_running, owns_cluster=self._owns_ray, is_continued=is_continued).start()
-        build_graph = graph.result()
         check_with_ray(self._config.raw, "the configuration")
         application = build_graph(self._config.args, self._config.overrides)
         self._say("the application is built")
@@ -146,7 +145,9 @@ class Server:
         identity = identity_of(self._config)
         if self._head.continues(identity) and application_status(self._config.name) is not None:
             self._say("the cluster has this application already: it goes on")
+            self._head.note_deployed(identity)
             return
+        self._head.refuse_two_changes(identity)
         self._submit(application)
         self._head.note_deployed(identity)
 
@@ -256,14 +257,19 @@ def _import_graph() -> Callable[..., Any]:
 
 
 def identity_of(config: OrchardConfig) -> dict[str, Any]:
-    """Return what makes two deployments of the application the same: its configuration and Orchard's sources."""
+    """Return what makes two deployments of the application the same: its configuration, and the graph's options.
+
+    Orchard's sources are not among it: each machine runs its own (deployments/population.py). Ray must be initialized.
+    """
+    from deployments.app import describe_graph
+
     return {
         "name": config.name,
         "route_prefix": config.route_prefix,
-        "args": config.args.model_dump(mode="json"),
+        "args": config.args.model_dump(mode="json", exclude_unset=True),
         "overrides": config.overrides,
         "runtime_env": config.application.get("runtime_env"),
-        "sources": sources_digest(),
+        "graph": describe_graph(config.args, config.overrides),
     }
 
 

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.conftest import wait_until
-from tests.cluster.test_head import BACK_S, PAUSE_S, PORT, READY_S, Load, Member, members, serve, token_of
+from tests.cluster.members import READY_S, Member, members, serve, token_of
+from tests.cluster.test_head import BACK_S, PAUSE_S, Load
+from tests.cluster.test_partition import PORT
 
 pytestmark = [
     pytest.mark.cluster,

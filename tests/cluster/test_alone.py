@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.conftest import wait_until
+from tests.cluster.members import READY_S, Member, members, serve
 from tests.cluster.test_adopt import URL, join, log_of
-from tests.cluster.test_head import BACK_S, READY_S, Member, members, serve
+from tests.cluster.test_head import BACK_S
 from tests.cluster.test_partition import LONG
 
 pytestmark = [

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import wait_until
-from tests.cluster.test_head import CONFIG, READY_S, Command, Member, members, serve, token_of
+from tests.cluster.members import CONFIG, READY_S, Command, Member, members, serve, token_of
 from tests.cluster.test_partition import ANSWER_TIMEOUT_S, Answer
 
 pytestmark = [
@@ -25,7 +25,7 @@ MIN_CACHED = 600
 @pytest.fixture(scope="module")
 def two() -> Iterator[list[Member]]:
     assert "args: {}" in CONFIG
-    with members(2, CONFIG.replace("args: {}", CACHE)) as both:
+    with members(2, config=CONFIG.replace("args: {}", CACHE)) as both:
         yield both
 
 

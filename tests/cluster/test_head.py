@@ -1,22 +1,15 @@
 """The head of a cluster is killed, and comes back by the same command, while the other machine goes on answering."""
 
-import os
-import shutil
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import pytest
 
 from tests.cluster.conftest import wait_until
-from tests.cluster.namespaces import Machine, machines, why_there_are_none
+from tests.cluster.members import READY_S, Member, members, serve, token_of
 from tests.cluster.test_partition import LONG, Answer, Node
 
 pytestmark = [
@@ -24,108 +17,18 @@ pytestmark = [
     pytest.mark.night("deployments/cluster/test_gcs_store.py finds the state of the GCS after both were killed"),
 ]
 
-PORT = 8123
-READY_S = 300.0
 BACK_S = 500.0
 """On a busy machine Ray needs several tries; the other machines wait for 600 s."""
 STREAM: dict[str, Any] = {"max_tokens": 300, "min_tokens": 300}
 PAUSE_S = 2.0
 GONE_S = 75.0
 """How long the head is away. Ray's default ends the other machines after 60 s."""
-CONFIG = f"""\
-http_options: {{host: 127.0.0.1, port: {PORT}}}
-applications:
-- name: orchard
-  route_prefix: /
-  import_path: deployments.app:build_app
-  args: {{}}
-"""
-
-
-class Member:
-    """One machine with a home of its own."""
-
-    def __init__(self, machine: Machine, directory: Path):
-        self.machine, self.node = machine, Node(machine)
-        self.home = directory / machine.name
-        self.home.mkdir()
-        self._directory = directory
-        self._env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        temp_dir = directory / machine.address.rpartition(".")[2]  # paths of sockets may have 107 characters
-        temp_dir.mkdir()
-        self._env |= {"RAY_TMPDIR": str(temp_dir), "HOME": str(self.home)}
-        self._num_commands = 0
-
-    def orchard(self, *words: str) -> "Command":
-        """Start a command, with no lower priority than others have: Ray's raylet gives its agents 15 s to start."""
-        log = self._directory / f"{self.machine.name}-{self._num_commands}.log"
-        self._num_commands += 1
-        orchard = str(Path(sys.executable).parent / "orchard")
-        return Command(self.machine.start([orchard, *words], self._env, log, niceness=0), log)
-
-    def pids(self) -> dict[str, int]:
-        """Deployment -> process of its replica on this machine."""
-        status = self.node.get("/v1/status")
-        own = status["ingress"][0]["node_id"]
-        names = ("ingress", "engines", "text", "mllm")
-        return {name: one["pid"] for name in names for one in status[name] if one["node_id"] == own}
-
-    def num_engines(self) -> int:
-        return len(self.node.get("/v1/status")["engines"])
-
-
-class Command:
-    """A command on a machine."""
-
-    def __init__(self, process: "Popen[str]", log: Path):
-        self._process, self._log = process, log
-
-    @property
-    def output(self) -> str:
-        return self._log.read_text()
-
-    def wait_for(self, text: str, timeout_s: float = READY_S) -> None:
-        wait_until(
-            lambda: text in self.output or self._process.poll() is not None, READY_S, lambda: self.output[-4000:]
-        )
-        assert text in self.output, self.output[-4000:]
-
-    def wait(self) -> int:
-        return self._process.wait(READY_S)
-
-
-@contextmanager
-def members(num_machines: int, config: str = CONFIG) -> Iterator[list[Member]]:
-    """So many machines, with a configuration that `serve` reads."""
-    if (reason := why_there_are_none()) is not None:
-        if os.environ.get("ORCHARD_NAMESPACES") == "required":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    Path("/tmp/ray").mkdir(exist_ok=True)
-    directory = Path(tempfile.mkdtemp(prefix="orh-", dir="/tmp"))
-    (directory / "config.yaml").write_text(config)
-    try:
-        with machines(num_machines) as made:
-            yield [Member(machine, directory) for machine in made]
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[list[Member]]:
     with members(2) as made:
         yield made
-
-
-def serve(member: Member) -> Command:
-    config = member.home.parent / "config.yaml"
-    return member.orchard("serve", "--cluster", "--interface", "eth0", "--config", str(config), "--no-dashboard")
-
-
-def token_of(head: Member) -> str:
-    file = head.home / ".orchard" / "cluster" / "token"
-    assert file.stat().st_mode & 0o777 == 0o600
-    return file.read_text().strip()
 
 
 class Load:

@@ -71,10 +71,11 @@ class Node:
     machine: Machine
     node_id: str = ""
     asked: list[Answer] = field(default_factory=list)
+    port: int = PORT
 
     def _http(self) -> httpx.Client:
         headers = {"Authorization": f"Bearer {OWN_KEY}"}
-        return httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=ANSWER_TIMEOUT_S, headers=headers)
+        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=ANSWER_TIMEOUT_S, headers=headers)
 
     def ask(
         self, messages: list[dict[str, Any]], request_id: str = "", key: str = OWN_KEY, **fields: Any

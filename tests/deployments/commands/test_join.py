@@ -9,6 +9,7 @@ import pytest
 
 from deployments.cluster.facts import read_facts
 from deployments.cluster.join_server import JoinServer
+from engine.process_lock import ProcessLock
 from tests.deployments.commands.conftest import Orchard
 
 TOKEN = "the token of the cluster"
@@ -61,3 +62,10 @@ def test_what_is_missing_for_a_comparison_is_named(orchard: Orchard, head: str):
 def test_a_machine_without_a_cluster_cannot_leave_one(orchard: Orchard):
     status, _, noted = orchard("leave")
     assert status == 1 and "belongs to no cluster" in noted
+
+
+def test_a_head_is_told_how_it_ends(orchard: Orchard, tmp_path: Path):
+    lock = ProcessLock(tmp_path / "home" / ".orchard" / "cluster" / "head.lock")
+    status, _, noted = orchard("leave")
+    lock.release()
+    assert status == 1 and "this machine is the head of its cluster, by process" in noted and "Ctrl-C there" in noted

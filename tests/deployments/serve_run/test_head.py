@@ -29,6 +29,8 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             patch.setenv(name, "token")
         for name in ("RAY_gcs_rpc_server_reconnect_timeout_s", "RAY_raylet_start_wait_time_s"):
             patch.setenv(name, "60")
+        for name in ("RAY_health_check_failure_threshold", *ports.VARIABLES):
+            patch.setenv(name, "7")
         for name in VARIABLES:
             patch.delenv(name, raising=False)
         yield
@@ -91,7 +93,7 @@ def test_a_cluster_keeps_its_address(folder: ClusterFolder):
 def test_options_that_a_running_serve_keeps_are_refused_until_a_new_cluster(folder: ClusterFolder):
     first = released(make(folder))
     folder.store_log.write_bytes(b"")
-    first._note(application=None)
+    first._note()
     changed = default_config("demo", 8124)
     with pytest.raises(CannotStart, match=r"http_options: .*8000.* there, .*8124.* here.*--new-cluster"):
         make(folder, changed)
@@ -124,3 +126,28 @@ def test_a_head_that_was_replaced_refuses_to_start(folder: ClusterFolder):
         make(folder)
     again = released(make(folder, options=HeadOptions("127.0.0.1", is_new=True)))
     assert again.headship == Headship("127.0.0.1", 1), "a new cluster"
+
+
+def test_a_cluster_goes_on_with_other_sources_but_not_with_two_changes_at_once(
+    folder: ClusterFolder, monkeypatch: pytest.MonkeyPatch
+):
+    made = released(make(folder))
+    folder.store_log.write_bytes(b"")
+    made.note_deployed({"args": 1, "graph": 1})
+    made.refuse_two_changes({"args": 2, "graph": 1})
+    monkeypatch.setattr(head, "sources_digest", lambda: "of another commit")
+    again = released(make(folder))
+    assert again.continues({"args": 1, "graph": 1})
+    again.refuse_two_changes({"args": 1, "graph": 1})
+    with pytest.raises(CannotStart, match=r"runs another application \(graph\), and was started from other sources"):
+        again.refuse_two_changes({"args": 1, "graph": 2})
+
+
+def test_a_cluster_keeps_the_versions_of_python_and_ray(folder: ClusterFolder, monkeypatch: pytest.MonkeyPatch):
+    made = released(make(folder))
+    folder.store_log.write_bytes(b"")
+    made._note()
+    released(make(folder))
+    monkeypatch.setattr(head, "package_versions", lambda: {"ray": "9.9"})
+    with pytest.raises(CannotStart, match=r"was started with Python .*, ray 2\..* this machine has .* ray 9\.9"):
+        make(folder)
