@@ -48,7 +48,7 @@ def time_steps(
         while len(rows) < num_rows:
             row = Request(EngineRequest(f"warm-up-{len(rows)}", prompt, SamplingParams(2**20), ()))
             runner.prefill([row], len(prompt) // 2)
-            snapshot = runner.snapshot([row]) if runner.no_snapshots is None else None
+            snapshot = runner.snapshot([row], None) if runner.no_snapshots is None else None
             runner.prefill([row], len(prompt))
             rows.append(row)
         for drafts in (PLAIN, *runner.drafts):

@@ -122,7 +122,7 @@ def _rule(weight_of: Callable[[eviction.EvictionOrder, Any], float], margin: flo
         return eviction.Victim(entry, order._freed_bytes(node), lost_s, rate, 0.5 * weight)
 
     def change() -> None:
-        eviction.EvictionOrder._victim = victim
+        setattr(eviction.EvictionOrder, "_victim", victim)  # noqa: B010 (its parameters have other names)
         snapshot_memory.MARGIN = margin
         lineages.Lineages.rate_of_new = lambda self, lineage, kind, now: 1 / IDLE_S
 
