@@ -1,12 +1,13 @@
 """Warm-up: compiles kernels with a few rows and chunks, and times decode steps and chunks."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
-from engine.core.batch import PLAIN, ChunkTime, Drafts, ModelRunner, StepTime
+from engine.core.batch import PLAIN, ChunkTime, Drafts, PrefillOutput, RowOutput, RowSnapshot, StepTime
 from engine.core.request import Request
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.drafting import most_draft_tokens
@@ -27,8 +28,26 @@ CHUNK_TOKENS, LONG_CHUNK_S = (64, 256), 0.25
 SAMPLED = SamplingParams(2**20, top_p=0.9, min_p=0.01, top_k=20, presence_penalty=1, repetition_penalty=1.1)
 
 
+class Runner(Protocol):
+    """The part of core.batch.ModelRunner that warm-up uses."""
+
+    max_context_tokens: int
+    drafts: Sequence[Drafts]
+    no_snapshots: str | None
+    memory_limit_bytes: int
+
+    @property
+    def active_bytes(self) -> int: ...
+    def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput: ...
+    def snapshot(self, rows: Sequence[Request]) -> StateSnapshot | None: ...
+    def restore(self, rows: Sequence[Request], snapshot: StateSnapshot) -> None: ...
+    def snapshot_row(self, row_id: str) -> RowSnapshot | None: ...
+    def decode(self, drafts: Drafts = PLAIN) -> Mapping[str, RowOutput]: ...
+    def drop(self, row_ids: Sequence[str]) -> None: ...
+
+
 def time_steps(
-    runner: ModelRunner, max_running: int, progress: Callable[[float], None] = lambda share: None
+    runner: Runner, max_running: int, progress: Callable[[float], None] = lambda share: None
 ) -> tuple[list[StepTime], StateSnapshot | None]:
     """Time decode steps of NUM_ROWS rows with each way to draft.
 
@@ -48,7 +67,7 @@ def time_steps(
         while len(rows) < num_rows:
             row = Request(EngineRequest(f"warm-up-{len(rows)}", prompt, SamplingParams(2**20), ()))
             runner.prefill([row], len(prompt) // 2)
-            snapshot = runner.snapshot([row], None) if runner.no_snapshots is None else None
+            snapshot = runner.snapshot([row]) if runner.no_snapshots is None else None
             runner.prefill([row], len(prompt))
             rows.append(row)
         for drafts in (PLAIN, *runner.drafts):
@@ -58,7 +77,7 @@ def time_steps(
     return times, snapshot
 
 
-def run_like_an_answer(runner: ModelRunner, snapshot: StateSnapshot | None) -> None:
+def run_like_an_answer(runner: Runner, snapshot: StateSnapshot | None) -> None:
     """Compile what the first answers use beside steps and chunks: a cached prefix, sampling, a snapshot at the end.
 
     Args:
@@ -76,7 +95,7 @@ def run_like_an_answer(runner: ModelRunner, snapshot: StateSnapshot | None) -> N
     runner.drop([row.id])
 
 
-def time_chunks(runner: ModelRunner) -> list[ChunkTime]:
+def time_chunks(runner: Runner) -> list[ChunkTime]:
     """Time first chunks of CHUNK_TOKENS tokens."""
     times: list[ChunkTime] = []
     for num_tokens in CHUNK_TOKENS:
@@ -87,7 +106,7 @@ def time_chunks(runner: ModelRunner) -> list[ChunkTime]:
     return times
 
 
-def _chunk_s(runner: ModelRunner, num_tokens: int) -> float:
+def _chunk_s(runner: Runner, num_tokens: int) -> float:
     """Return the seconds of the first chunk of a prompt that is one token longer."""
     row = Request(EngineRequest("warm-up-chunk", np.zeros(num_tokens + 1, np.int32), SamplingParams(1), ()))
     began_s = time.perf_counter()
@@ -97,7 +116,7 @@ def _chunk_s(runner: ModelRunner, num_tokens: int) -> float:
     return seconds
 
 
-def _step_s(runner: ModelRunner, drafts: Drafts) -> float:
+def _step_s(runner: Runner, drafts: Drafts) -> float:
     """Return the seconds of the fastest of a few steps, after two untimed ones that compile kernels."""
     seconds: list[float] = []
     while len(seconds) < 2 + TIMED_STEPS and sum(seconds[2:]) < MAX_TIMED_S:
@@ -107,7 +126,7 @@ def _step_s(runner: ModelRunner, drafts: Drafts) -> float:
     return min(seconds[2:])
 
 
-def _has_room_for(runner: ModelRunner, num_rows: int, snapshot: StateSnapshot | None) -> bool:
+def _has_room_for(runner: Runner, num_rows: int, snapshot: StateSnapshot | None) -> bool:
     """Return whether `num_rows` short rows take little of the free memory; verification keeps a state per position."""
     if snapshot is None:
         return False
