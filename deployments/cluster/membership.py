@@ -31,9 +31,10 @@ class Membership:
 
     @property
     def is_running(self) -> bool:
-        """Whether its Ray still runs."""
+        """Whether its Ray still runs; one that has ended is a zombie while `orchard join` waits for the engine."""
         with contextlib.suppress(psutil.Error):
-            return psutil.Process(self.pid).create_time() == self.started_s
+            process = psutil.Process(self.pid)
+            return process.create_time() == self.started_s and process.status() != psutil.STATUS_ZOMBIE
         return False
 
     def node_id(self) -> str | None:
