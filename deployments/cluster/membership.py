@@ -35,7 +35,7 @@ class Membership:
 
     @property
     def is_running(self) -> bool:
-        """Whether its Ray still runs."""
+        """Whether its Ray still runs; one that has ended is a zombie while its parent waits for something else."""
         return _is(self.pid, self.started_s)
 
     @property
@@ -87,5 +87,6 @@ def _started(pid: int) -> float:
 
 def _is(pid: int, started_s: float) -> bool:
     with contextlib.suppress(psutil.Error):
-        return bool(pid) and psutil.Process(pid).create_time() == started_s
+        process = psutil.Process(pid) if pid else None
+        return process is not None and process.create_time() == started_s and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -31,11 +31,6 @@ KILL_S = 5.0
 POLL_S = 0.2
 SHOWN_CHARS = 1500
 
-FAILED_CHECKS = 8
-"""After so many checks of a machine, each of which takes 3 s without an answer, Ray gives it up, and its Ray ends: a
-cable that is out for less costs no process. Answers go on elsewhere before that (engine_stream.SILENCE_LIMIT_S), and
-requests avoid a machine that does not answer at once (placer.py)."""
-
 RECONNECT_S = 600
 """How long the machines of a cluster wait for a head that is gone."""
 
@@ -94,7 +89,6 @@ def set_variables(environ: MutableMapping[str, str], token_file: Path) -> None:
     environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"
     environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RECONNECT_S))
     environ.setdefault("RAY_raylet_start_wait_time_s", str(RAYLET_WAIT_S))
-    environ.setdefault("RAY_health_check_failure_threshold", str(FAILED_CHECKS))
     for name, port in ports.VARIABLES.items():
         environ[name] = str(port)
 

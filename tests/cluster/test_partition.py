@@ -38,6 +38,7 @@ NOTICED_S = 20.0
 MARGIN_S = 15.0
 """For a machine that has other things to do."""
 RESOURCES = json.dumps({"mlx": 1})
+NODE_COMMENT = ": X-Orchard-Node: "
 
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
 LONG: dict[str, Any] = {"max_tokens": 800, "min_tokens": 800}
@@ -108,6 +109,8 @@ class Node:
         return answer
 
     def _add(self, answer: Answer, line: str) -> None:
+        if line.startswith(NODE_COMMENT):  # of a stream that was open before its node was known
+            answer.node_id = line.removeprefix(NODE_COMMENT)
         if not line.startswith("data: ") or line == "data: [DONE]":
             return
         answer.num_events += 1

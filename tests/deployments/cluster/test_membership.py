@@ -24,6 +24,16 @@ def test_a_machine_is_a_member_while_its_ray_runs(folder: ClusterFolder):
     assert read_membership(folder) is None
 
 
+def test_a_ray_that_has_ended_is_none_although_its_parent_has_not_noticed(folder: ClusterFolder):
+    ray = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    write_membership(folder, ray.pid, "192.168.1.10", "http://127.0.0.1:8000")
+    assert ray.stdin is not None
+    ray.stdin.close()
+    os.waitid(os.P_PID, ray.pid, os.WEXITED | os.WNOWAIT)
+    assert read_membership(folder) is None
+    ray.wait()
+
+
 def test_another_process_with_its_pid_is_not_taken_for_it(folder: ClusterFolder):
     write_membership(folder, os.getpid(), "192.168.1.10", "http://127.0.0.1:8000")
     file = folder.path / FILE

@@ -29,7 +29,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             patch.setenv(name, "token")
         for name in ("RAY_gcs_rpc_server_reconnect_timeout_s", "RAY_raylet_start_wait_time_s"):
             patch.setenv(name, "60")
-        for name in ("RAY_health_check_failure_threshold", *ports.VARIABLES):
+        for name in ports.VARIABLES:
             patch.setenv(name, "7")
         for name in VARIABLES:
             patch.delenv(name, raising=False)
