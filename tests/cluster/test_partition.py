@@ -266,6 +266,7 @@ def test_limits_of_a_key_hold_at_both_nodes_together(nodes: TwoNodes):
 
 def test_turns_of_a_conversation_stay_where_its_prefix_is_cached_whichever_node_is_asked(nodes: TwoNodes):
     def talk(number: int) -> list[Answer]:
+        """Ask both nodes in turn, so that half of the turns are asked where the conversation does not live."""
         messages = [{"role": "system", "content": "Answer in one sentence. " * 10}]
         answers: list[Answer] = []
         for turn in range(4):
@@ -282,7 +283,6 @@ def test_turns_of_a_conversation_stay_where_its_prefix_is_cached_whichever_node_
     stayed = [after for before, after in turns if before.node_id == after.node_id]
     assert len(stayed) >= 0.8 * len(turns), "a node that does not answer in time is not waited for"
     assert all(answer.num_cached > 60 for answer in stayed), "more than the system part, from the turn before"
-    assert {answers[0].node_id for answers in talks} == {nodes.near.node_id, nodes.far.node_id}, "both have some"
 
 
 def running_streams(nodes: TwoNodes) -> list["Future[Answer]"]:
@@ -321,7 +321,7 @@ def test_drained_node_gives_its_answers_away_and_takes_none_until_it_is_back(nod
     check_whole(nodes, streams)
     assert {(answer.status, answer.node_id) for answer in said} == {(200, nodes.near.node_id)}
     assert nodes.near.delete(path)["draining"] is False
-    after = [nodes.near.ask([{"role": "user", "content": f"And {i}?"}]) for i in range(12)]
+    after = [nodes.near.ask(counting(i), stream=True, **LONG) for i in range(20, 32)]  # too many for one node
     assert nodes.far.node_id in {future.result(timeout=ANSWER_TIMEOUT_S).node_id for future in after}
     assert nodes.near.post("/v1/nodes/0123/drain")["error"]["code"] == "node_not_found"
 

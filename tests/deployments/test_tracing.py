@@ -149,5 +149,5 @@ def test_options_without_effect_are_errors(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValidationError, match=r"tracing\.sampled_part: has no effect, as tracing\.endpoint is null"):
         AppArgs.model_validate({"tracing": {"sampled_part": 0.1}})
     monkeypatch.setattr(tracing, "EXPORTER", "opentelemetry.exporter.missing")
-    with pytest.raises(ValidationError, match=r"tracing\.endpoint: .* install orchard\[tracing\]"):
+    with pytest.raises(ValidationError, match=r"tracing\.endpoint: .* install orchard-mlx\[tracing\]"):
         AppArgs.model_validate({"tracing": {"endpoint": "http://127.0.0.1:4318/v1/traces"}})
