@@ -23,7 +23,7 @@ from deployments.cluster.proof_client import NoAnswer, NotOfCluster, ProofClient
 from deployments.cluster.proof_server import Question
 
 HEAD_PATH = "/head"
-"""Of a member: which machine is the head."""
+"""Path at which a member answers which machine is the head."""
 ASK_S = 3.0
 """Longest silence of a machine that is asked."""
 PEERS_AFTER_S = 4.0

@@ -36,7 +36,7 @@ class HeadAnswer:
     clock_difference_s: float
     """Time of the head minus time of this machine, for half of the round trip each way."""
     term: int
-    """Of the head, see headship.py."""
+    """Number of changes of the head, counted from 1; see headship.py."""
 
 
 class HeadClient:

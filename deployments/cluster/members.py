@@ -15,7 +15,7 @@ ANSWERS_S = 10.0
 """A member that was heard within so many seconds answers."""
 SHOWN_S = 600.0
 MAX_MEMBERS = 64
-"""Of a cluster; the head remembers those that it has heard last."""
+"""Limit of the members that the head remembers; beyond it, the one heard longest ago is forgotten."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class MemberSettings:
     gcs: str
     """ADDRESS:PORT of the head's GCS."""
     term: int
-    """Of the head."""
+    """Term of that head, see cluster/headship.py."""
     address: str
     """Address of this machine."""
     url: str

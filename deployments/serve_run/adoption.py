@@ -48,7 +48,7 @@ class Adoption:
     copied_s: float
     """When the copy of the log was equal to it, in seconds since 1970."""
     started: dict[str, Any]
-    """What the cluster was started with, with this machine as its head."""
+    """Settings with which the cluster was started, changed so that this machine is its head."""
 
 
 def find_adoption(folder: ClusterFolder, is_forced: bool) -> Adoption:

@@ -1,4 +1,4 @@
-"""The cost of a cluster of three machines that nobody asks anything: bytes on the wire and CPU of each machine.
+"""Measures an idle cluster of three machines: bytes on the wire and CPU time of each machine.
 
 Three clusters, one after the other, in network namespaces of this machine (root and iproute2): Ray alone, Ray with a
 Serve application that does nothing on each node, and Orchard as `orchard serve --cluster` and `orchard join` make it.

@@ -1,4 +1,4 @@
-"""What single decisions of the engine's policy are worth: agents_sim's loads with one decision changed at a time.
+"""Measures what single decisions of the engine's policy are worth, by changing one at a time in agents_sim's loads.
 
     uv run python -m tests.benchmarks.policy_arms OUT.json --arms now silent --processes 16
     uv run python -m tests.benchmarks.policy_arms OUT.json --report

@@ -64,7 +64,7 @@ class Listener:
 
     role: str
     address: str
-    """Of this machine; 0.0.0.0 for all of them."""
+    """Address on which it listens; 0.0.0.0 for all addresses of the machine."""
     port: int
 
 

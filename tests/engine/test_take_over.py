@@ -1,4 +1,4 @@
-"""What a drained engine knows is taken over by another one: over loopback sockets, each with its own device thread."""
+"""An engine takes over the snapshots of a drained one, over loopback sockets; each has its own device thread."""
 
 import asyncio
 import socket

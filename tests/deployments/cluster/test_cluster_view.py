@@ -1,4 +1,4 @@
-"""What a head and a member know of their cluster, as `orchard nodes` shows it, over loopback."""
+"""`orchard nodes` shows the cluster as a head and as a member know it; over loopback."""
 
 import os
 import subprocess

@@ -38,7 +38,7 @@ class Original:
         self.path = self.folder.store_log
         self.store = GcsStore(self.path, "password", compact_bytes=COMPACT_BYTES)
         self.states: list[bytes] = [state_of(self.store._state)]
-        """What each prefix of the log stands for."""
+        """State of the store after each record of the log."""
         self.service = HeadService(self.folder, Headship(HOST, 1), "id", dict, lambda headship: None)
         self.server = ProofServer(HOST, 0, TOKEN, self.service.answers())
         self.server.start()

@@ -1,4 +1,4 @@
-"""Who may take a cluster over, and what a head that was replaced is told, over loopback and without Ray."""
+"""A member may take a cluster over under conditions, and a replaced head is refused; loopback, without Ray."""
 
 import os
 import subprocess
@@ -115,7 +115,7 @@ def test_a_cluster_that_was_taken_over_is_not_taken_over_from_the_old_head(clust
 def test_a_head_that_comes_back_asks_its_members_and_refuses(cluster: Cluster, capsys: pytest.CaptureFixture[str]):
     own = Headship(HEAD, 1)
     refuse_if_adopted(cluster.head.folder, own)
-    assert capsys.readouterr().err == "", "its members answer, and follow nobody else"
+    assert capsys.readouterr().err == "", "the members still follow this head"
     cluster.lose_head()
     write_headship(cluster.first.folder, Headship(FIRST, 2))
     cluster.first.watch.tick()

@@ -163,12 +163,12 @@ def test_signal_before_the_start_of_serving_interrupts_at_once(programs: list[Pr
 
 
 def test_failed_drain_is_reported_and_serve_run_is_interrupted(programs: list[Program]):
-    programs.append(program := Program(drain="raise TimeoutError('nobody answers')"))
+    programs.append(program := Program(drain="raise TimeoutError('no answer')"))
     program.send(signal.SIGTERM)
     assert [program.read(), program.read()] == ["draining", "interrupted"]
     code, complaints = program.end()
     assert code == 0
-    assert "TimeoutError: nobody answers" in complaints
+    assert "TimeoutError: no answer" in complaints
 
 
 class Ingresses:
@@ -291,10 +291,10 @@ def test_a_machine_that_stops_hands_its_snapshots_over_while_its_own_answers_end
 def test_a_machine_whose_answers_cannot_be_moved_still_ends_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    ingresses = Leaving(TimeoutError("nobody answers"))
+    ingresses = Leaving(TimeoutError("no answer"))
     leave(monkeypatch, ingresses)
     assert ingresses.asked == ["result of drain_node", "drain_on"]
-    assert "TimeoutError: nobody answers" in capsys.readouterr().err
+    assert "TimeoutError: no answer" in capsys.readouterr().err
 
 
 def test_a_machine_without_others_hands_nothing_over(monkeypatch: pytest.MonkeyPatch):
