@@ -9,6 +9,7 @@ from deployments.cluster.folder import HEAD_LOCK, ClusterFolder, FolderError
 from deployments.cluster.head_service import MEMBER_PATH
 from deployments.cluster.head_watch import ASK_S, MAX_ANSWER_BYTES, ask_all
 from deployments.cluster.membership import read_membership
+from deployments.cluster.mutual_tls import machine_tls
 from deployments.cluster.own_address import addresses_here
 from deployments.cluster.proof_client import NoAnswer, NotOfCluster, ProofClient
 from engine.process_lock import holder_of
@@ -64,7 +65,7 @@ def read_view(folder: ClusterFolder) -> ClusterView | None:
         return _view(_ask_own_head(folder))
     if read_membership(folder) is None:
         return None
-    for told in ask_all(addresses_here(), folder.token()).values():
+    for told in ask_all(addresses_here(), folder.token(), machine_tls(folder)).values():
         return _view(told)
     raise NoView(
         f"the member process of this machine does not answer at port {ports.MEMBER}; its Ray loses the head within "
@@ -74,8 +75,9 @@ def read_view(folder: ClusterFolder) -> ClusterView | None:
 
 def _ask_own_head(folder: ClusterFolder) -> dict[str, Any]:
     address = folder.started().get("address", "")
+    client = ProofClient(address, ports.JOIN, folder.token(), ASK_S, machine_tls(folder))
     try:
-        told = json.loads(ProofClient(address, ports.JOIN, folder.token(), ASK_S).ask(MEMBER_PATH, MAX_ANSWER_BYTES)[0])
+        told = json.loads(client.ask(MEMBER_PATH, MAX_ANSWER_BYTES)[0])
     except (NoAnswer, NotOfCluster, ValueError) as reason:
         raise NoView(f"the head on this machine does not answer its members yet ({reason})") from None
     return {"heard_age_s": 0.0, **told}

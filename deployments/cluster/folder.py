@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,30 @@ class FolderError(Exception):
     """The files cannot be used; the message is for the operator."""
 
 
+@dataclass(frozen=True)
+class TlsFiles:
+    """The files with which a machine encrypts its connections; none of them exists in a cluster without TLS."""
+
+    authority: Path
+    """Certificate of the cluster's authority."""
+    authority_key: Path
+    """Private key of the authority; on the head, and on the machines that copy its log."""
+    certificate: Path
+    """Certificate of this machine."""
+    key: Path
+    """Private key of this machine."""
+    ledger: Path
+    """Certificates of all machines, see ledger.py."""
+
+
 class ClusterFolder:
     """The files of this user and machine.
 
     Attributes:
         path: The folder, readable by its owner alone.
         token_file: The token that all machines of the cluster share.
+        join_token: What a machine needs to join, see join_token.py; on the head, and on members of one without TLS.
+        tls: Certificates and keys.
         store_log: State of Ray's GCS, on the head.
         log_copy: Copy of the head's log, on a member.
         shared: What the head has told its members, so that one of them can become the head.
@@ -30,6 +49,14 @@ class ClusterFolder:
     def __init__(self, path: Path | None = None):
         self.path = Path.home() / ".orchard" / "cluster" if path is None else path
         self.token_file = self.path / "token"
+        self.join_token = self.path / "join_token"
+        self.tls = TlsFiles(
+            authority=self.path / "authority.pem",
+            authority_key=self.path / "authority.key",
+            certificate=self.path / "machine.pem",
+            key=self.path / "machine.key",
+            ledger=self.path / "machines.json",
+        )
         self.store_log = self.path / "gcs.log"
         self.log_copy = self.path / "gcs.copy"
         self.shared = self.path / "shared.json"
@@ -84,6 +111,18 @@ class ClusterFolder:
     def forget_cluster(self) -> None:
         """Remove the state of the cluster; the token stays."""
         for file in (self.store_log, self._started_file, self.path / "members.json", self.path / "head.json"):
+            file.unlink(missing_ok=True)
+
+    def forget_secrets(self) -> None:
+        """Remove the token, and all certificates and keys: nothing that machines know of the cluster opens it."""
+        tls = self.tls
+        for file in (self.token_file, self.join_token, tls.authority, tls.authority_key, tls.ledger):
+            file.unlink(missing_ok=True)
+        self.forget_certificate()
+
+    def forget_certificate(self) -> None:
+        """Remove this machine's certificate and key: its connections are no longer encrypted."""
+        for file in (self.tls.certificate, self.tls.key):
             file.unlink(missing_ok=True)
 
     def forget_copy(self) -> None:

@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from hashlib import sha256
 from typing import Any
 
 from deployments.cluster.append_log import LogDamaged
 from deployments.cluster.folder import ClusterFolder, FolderError
 from deployments.cluster.headship import Headship
+from deployments.cluster.issuing import SIGN_PATH, signing_answer
+from deployments.cluster.ledger import Ledger
 from deployments.cluster.log_source import LogSource
 from deployments.cluster.members import Members, Report
 from deployments.cluster.proof_server import Answer, BadQuestion, Question
@@ -34,16 +37,19 @@ class HeadService:
         shared: Callable[[], dict[str, Any]],
         on_adopted: Callable[[Headship], None],
     ):
+        self._folder = folder
         self._headship = headship
         self._cluster = cluster
         self._shared = shared
         self._on_adopted = on_adopted
         self._members = Members(folder, headship.address)
         self._log = LogSource(folder.store_log)
+        self._ledger = Ledger(folder.tls.ledger)
 
     def answers(self) -> Mapping[str, Answer]:
         """Return path to answer."""
-        return {MEMBER_PATH: self._hear, LOG_PATH: self._read_log, ADOPTED_PATH: self._end}
+        answers = {MEMBER_PATH: self._hear, LOG_PATH: self._read_log, ADOPTED_PATH: self._end}
+        return answers | ({SIGN_PATH: signing_answer(self._folder)} if self._folder.tls.authority_key.exists() else {})
 
     def close(self) -> None:
         """Close the log."""
@@ -59,11 +65,22 @@ class HeadService:
             except FolderError as error:
                 raise BadQuestion(str(error)) from None
             told["has_copy"] = self._members.has_copy(report.address)
-            shared = json.dumps(self._shared(), sort_keys=True, default=str)
+            if told["has_copy"] and "needs_authority" in question.fields:
+                told["authority_key"] = self._authority_key()
+            machines = [asdict(machine) for machine in self._ledger.machines()]  # none without TLS
+            known = {**self._shared(), "machines": machines} if machines else self._shared()
+            shared = json.dumps(known, sort_keys=True, default=str)
             told["digest"] = sha256(shared.encode()).hexdigest()
             if question.fields.get("digest") != told["digest"]:
                 told["shared"] = shared
         return json.dumps({**told, "members": self._members.view()}).encode()
+
+    def _authority_key(self) -> str:
+        """Return the key with which a copy of the log can issue certificates once its machine is the head."""
+        try:
+            return self._folder.tls.authority_key.read_text()
+        except OSError as error:
+            raise BadQuestion(f"the authority's key cannot be read: {error}") from None
 
     def _read_log(self, question: Question) -> bytes:
         address = question.fields.get("address", "")

@@ -16,10 +16,12 @@ from deployments.cluster import ports
 from deployments.cluster.folder import ClusterFolder
 from deployments.cluster.head_service import LOG_PATH, MEMBER_PATH
 from deployments.cluster.headship import Headship, read_headship, write_headship
+from deployments.cluster.ledger import machines_of, write_machines
 from deployments.cluster.log_copy import CopyFailed, LogCopy, copied_s
 from deployments.cluster.log_source import MAX_PIECE_BYTES, Piece
 from deployments.cluster.members import Report
-from deployments.cluster.proof_client import NoAnswer, NotOfCluster, ProofClient
+from deployments.cluster.mutual_tls import MachineTls
+from deployments.cluster.proof_client import NoAnswer, NotOfCluster, ProofClient, Revoked
 from deployments.cluster.proof_server import Question
 
 HEAD_PATH = "/head"
@@ -42,6 +44,7 @@ class HeadWatch:
         headship: The head that was joined.
         report: Returns this machine's report, without its copy.
         on_change: Called with a new head.
+        tls: This machine's end of the connections; None: they are not encrypted.
 
     Attributes:
         headship: The head.
@@ -54,11 +57,13 @@ class HeadWatch:
         headship: Headship,
         report: Callable[[], Report],
         on_change: Callable[[Headship], None],
+        tls: MachineTls | None = None,
     ):
         """Note the headship. Raises FolderError."""
         self.headship = headship
         self._folder = folder
         self._token = token
+        self._tls = tls
         self._report = report
         self._on_change = on_change
         self._copy = LogCopy(folder.log_copy)
@@ -74,7 +79,7 @@ class HeadWatch:
         return time.monotonic() - self._heard
 
     def tick(self) -> bool:
-        """Ask once; return whether the head has answered. Raises FolderError, OSError."""
+        """Ask once; return whether the head has answered. Raises FolderError, OSError, Revoked."""
         noted = read_headship(self._folder)  # another process of this machine may have made it the head
         if noted is not None:
             self._follow(noted)
@@ -108,20 +113,36 @@ class HeadWatch:
         if since is not None and report.address != self.headship.address:
             report = Report(**{**asdict(report), "copy_age_s": max(0.0, time.time() - since)})
         try:
-            told = self._ask_head(MEMBER_PATH, {**report.as_fields(), "digest": self._digest})
+            told = self._ask_head(MEMBER_PATH, {**report.as_fields(), **self._needs(), "digest": self._digest})
             self._follow(Headship(told["address"], int(told["term"])))
             if int(told["term"]) < self.headship.term:
                 return False  # a head that was replaced, and does not know it yet
             self._members, self._has_copy = told["members"], told["has_copy"]
-            if "shared" in told:
-                self._folder.write(self._folder.shared, told["shared"])
-                self._digest = told["digest"]
+            self._keep(told)
             self._heard = time.monotonic()
             if self._has_copy:
                 self._pull(report.address)
+        except Revoked:
+            raise
         except (NoAnswer, NotOfCluster, CopyFailed, ValueError, KeyError, TypeError):
             return False
         return True
+
+    def _needs(self) -> dict[str, str]:
+        """Return the field that asks for the authority's key, which a machine with a copy of the log has as well."""
+        is_needed = self._tls is not None and self._has_copy and not self._folder.tls.authority_key.exists()
+        return {"needs_authority": "1"} if is_needed else {}
+
+    def _keep(self, told: dict[str, Any]) -> None:
+        """Write what the head has told. Raises FolderError, KeyError, TypeError, ValueError."""
+        if "authority_key" in told:
+            self._folder.write(self._folder.tls.authority_key, told["authority_key"])
+        if "shared" in told:
+            self._folder.write(self._folder.shared, told["shared"])
+            is_head = self._report().address == self.headship.address  # whose own process writes the ledger
+            if self._tls is not None and not is_head:
+                write_machines(self._folder, machines_of(json.loads(told["shared"])["machines"]))
+            self._digest = told["digest"]
 
     def _pull(self, address: str) -> None:
         """Copy what the log has more than the copy. Raises NoAnswer, NotOfCluster, CopyFailed, ValueError, OSError."""
@@ -134,23 +155,24 @@ class HeadWatch:
 
     def _ask_members(self) -> None:
         addresses = [member["address"] for member in self._members if member["address"] != self._report().address]
-        for told in ask_all(addresses, self._token).values():
+        for told in ask_all(addresses, self._token, self._tls).values():
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 self._follow(Headship(told["address"], int(told["term"])))
 
     def _head(self) -> ProofClient:
-        return ProofClient(self.headship.address, ports.JOIN, self._token, ASK_S)
+        return ProofClient(self.headship.address, ports.JOIN, self._token, ASK_S, self._tls)
 
     def _ask_head(self, path: str, fields: dict[str, str]) -> dict[str, Any]:
         return json.loads(self._head().ask(f"{path}?{urlencode(fields)}", MAX_ANSWER_BYTES)[0])
 
 
-def ask_all(addresses: list[str], token: str) -> dict[str, dict[str, Any]]:
+def ask_all(addresses: list[str], token: str, tls: MachineTls | None) -> dict[str, dict[str, Any]]:
     """Ask members at the same time which machine is the head; return the answers of those that give one."""
 
     def ask(address: str) -> dict[str, Any] | None:
+        client = ProofClient(address, ports.MEMBER, token, ASK_S, tls)
         try:
-            told = json.loads(ProofClient(address, ports.MEMBER, token, ASK_S).ask(HEAD_PATH, MAX_ANSWER_BYTES)[0])
+            told = json.loads(client.ask(HEAD_PATH, MAX_ANSWER_BYTES)[0])
         except (NoAnswer, NotOfCluster, ValueError):
             return None
         return told if isinstance(told, dict) else None

@@ -1,15 +1,23 @@
 """Asks the head of a cluster what a machine that wants to join must agree with."""
 
 import json
+import ssl
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlencode
 
 from deployments.cluster import ports
+from deployments.cluster.certificates import new_key, signing_request
 from deployments.cluster.comparison import Line, Link, compare
 from deployments.cluster.facts import Facts, read_facts
+from deployments.cluster.folder import ClusterFolder
+from deployments.cluster.issuing import SIGN_PATH, write_certificate
 from deployments.cluster.join_server import FACTS_PATH, TRANSFER_BYTES, TRANSFER_PATH
-from deployments.cluster.proof_client import TIMEOUT_S, NoAnswer, NotOfCluster, ProofClient
+from deployments.cluster.join_token import JoinToken
+from deployments.cluster.ledger import Machine, machines_of, write_machines
+from deployments.cluster.mutual_tls import ClientTls, GuestTls, NotAdmitted, fetch_authority
+from deployments.cluster.proof_client import TIMEOUT_S, NoAnswer, NotOfCluster, ProofClient, tls_reason
 
 MAX_ANSWER_BYTES = 2**20
 
@@ -39,20 +47,47 @@ class HeadAnswer:
     """Number of changes of the head, counted from 1; see headship.py."""
 
 
+@dataclass(frozen=True)
+class Enrolment:
+    """The certificate and the secrets of a machine that joins."""
+
+    key: str = field(repr=False)
+    """Its private key, as PEM, which was made here."""
+    certificate: str
+    """Its certificate, as PEM."""
+    token: str = field(repr=False)
+    """Token that the machines of the cluster share."""
+    machines: list[Machine]
+    """The certificates of all machines."""
+
+
 class HeadClient:
     """The head.
 
     Args:
         head: HOST, or HOST:PORT.
-        token: Of the cluster.
+        token: Of the cluster, or the secret of the head's token.
         timeout_s: Longest silence of the head.
+        tls: This machine's end of the connection; None: it is not encrypted.
+
+    Attributes:
+        authority: Certificate of the cluster's authority, as PEM, for a machine that has none; None: it has one.
     """
 
-    def __init__(self, head: str, token: str, timeout_s: float = TIMEOUT_S):
-        host, _, port = head.rpartition(":") if head.count(":") == 1 else (head, "", "")
-        if not host or (port and not port.isdigit()):
-            raise HeadRefused(f"the head is {head!r}; it must be like 192.168.1.10, or 192.168.1.10:{ports.JOIN}")
-        self._client = ProofClient(host, int(port or ports.JOIN), token, timeout_s)
+    def __init__(self, head: str, token: str, timeout_s: float = TIMEOUT_S, tls: ClientTls | None = None):
+        self.authority = tls.authority if isinstance(tls, GuestTls) else None
+        self._client = ProofClient(*_host_and_port(head), token, timeout_s, tls)
+
+    def enrol(self, address: str) -> Enrolment:
+        """Make a key, and ask for a certificate of it for an address of this machine. Raises HeadRefused."""
+        key = new_key()
+        fields = {"address": address, "request": signing_request(key, address)}
+        body, _ = self._ask(f"{SIGN_PATH}?{urlencode(fields)}", MAX_ANSWER_BYTES)
+        try:
+            told = json.loads(body)
+            return Enrolment(key, told["certificate"], told["token"], machines_of(told["machines"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise HeadRefused(f"{self._client} gives no certificate ({error!r})") from None
 
     def facts(self) -> HeadAnswer:
         """Ask for the facts. Raises HeadRefused."""
@@ -87,6 +122,58 @@ class HeadClient:
             ) from None
         except NotOfCluster as refused:
             raise HeadRefused(str(refused)) from None
+
+
+def guest_client(head: str, token: JoinToken) -> HeadClient:
+    """Return a head for a machine without a certificate, after it was recognized by its own. Raises HeadRefused."""
+    host, port = _host_and_port(head)
+    if token.fingerprint is None:
+        return HeadClient(head, token.secret)
+    try:
+        return HeadClient(head, token.secret, tls=fetch_authority(host, port, token.fingerprint, TIMEOUT_S))
+    except (ssl.SSLError, NotAdmitted) as error:
+        raise HeadRefused(f"{head} is not the head of the token: {tls_reason(error)}") from None
+    except OSError as error:
+        raise HeadRefused(
+            f"no head answers at {host}:{port} ({error.strerror or error}). Start it there by `orchard serve "
+            "--cluster`, which prints the command that joins it"
+        ) from None
+
+
+def enrol(folder: ClusterFolder, head: HeadClient, token: JoinToken | None, address: str) -> None:
+    """Write what this machine needs as a member; with TLS a new certificate.
+
+    Args:
+        folder: Of this machine.
+        head: The head.
+        token: The head's token; None: this machine has a certificate of the cluster.
+        address: Address of this machine.
+
+    Raises:
+        HeadRefused: The head gives no certificate.
+        FolderError: A file cannot be written.
+    """
+    folder.make()
+    if token is not None and token.fingerprint is None:
+        folder.forget_certificate()
+        folder.write(folder.join_token, f"{token}\n")
+        folder.write_token(token.secret)
+        return
+    got = head.enrol(address)
+    folder.join_token.unlink(missing_ok=True)
+    if head.authority is not None:
+        folder.tls.authority_key.unlink(missing_ok=True)  # of another cluster, perhaps
+        folder.write(folder.tls.authority, head.authority)
+    write_certificate(folder, got.key, got.certificate)
+    write_machines(folder, got.machines)
+    folder.write_token(got.token)
+
+
+def _host_and_port(head: str) -> tuple[str, int]:
+    host, _, port = head.rpartition(":") if head.count(":") == 1 else (head, "", "")
+    if not host or (port and not port.isdigit()):
+        raise HeadRefused(f"the head is {head!r}; it must be like 192.168.1.10, or 192.168.1.10:{ports.JOIN}")
+    return host, int(port or ports.JOIN)
 
 
 def compare_with_head(head: HeadClient, answer: HeadAnswer, address: str) -> list[Line]:

@@ -1,11 +1,16 @@
-"""The questions of `orchard join`, which the head answers at a port of its own. The facts are no secret."""
+"""The questions of `orchard join`, which the head answers at a port of its own. The facts are no secret.
+
+With TLS, they and a certificate are given to guests as well: machines without a certificate that have the head's token.
+"""
 
 import json
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deployments.cluster.proof_server import Answer, ProofServer, Question
+from deployments.cluster.issuing import SIGN_PATH
+from deployments.cluster.mutual_tls import AUTHORITY_PATH, MachineTls
+from deployments.cluster.proof_server import Answer, Guests, ProofServer, Question
 
 FACTS_PATH, TRANSFER_PATH = "/facts", "/transfer"
 TRANSFER_BYTES = 8 * 2**20
@@ -20,6 +25,9 @@ class JoinServer(ProofServer):
         token: Of the cluster.
         facts: Returns the JSON object that a joining machine needs; called once per question.
         more: Further paths, and what answers them.
+        tls: This machine's end of the connections; None: they are not encrypted.
+        authority: Certificate of the cluster's authority, as PEM.
+        guest_secret: Returns the secret of guests.
     """
 
     def __init__(
@@ -29,6 +37,9 @@ class JoinServer(ProofServer):
         token: str,
         facts: Callable[[], dict[str, Any]],
         more: Mapping[str, Answer] | None = None,
+        tls: MachineTls | None = None,
+        authority: str = "",
+        guest_secret: Callable[[], str] | None = None,
     ):
         """Bind the port. Raises OSError."""
 
@@ -38,4 +49,9 @@ class JoinServer(ProofServer):
         def transfer(question: Question) -> bytes:
             return secrets.token_bytes(TRANSFER_BYTES)
 
-        super().__init__(host, port, token, {FACTS_PATH: tell, TRANSFER_PATH: transfer, **(more or {})})
+        guests = None
+        if guest_secret is not None:
+            shown = {AUTHORITY_PATH: authority.encode()}
+            guests = Guests(frozenset((FACTS_PATH, TRANSFER_PATH, SIGN_PATH)), guest_secret, shown)
+        answers = {FACTS_PATH: tell, TRANSFER_PATH: transfer, **(more or {})}
+        super().__init__(host, port, token, answers, tls, guests)

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from deployments.cluster import ports
+from deployments.cluster.folder import TlsFiles
 
 STARTED = "Ray runtime started"
 """The last line of `ray start` (ray 2.60.0, scripts/scripts.py)."""
@@ -82,8 +83,19 @@ class NodeOptions:
         ]
 
 
-def set_variables(environ: MutableMapping[str, str], token_file: Path) -> None:
-    """Set the environment variables of every process that belongs to the cluster; the operator's waits are kept."""
+def set_variables(environ: MutableMapping[str, str], token_file: Path, tls: TlsFiles | None = None) -> None:
+    """Set the environment variables of every process that belongs to the cluster; the operator's waits are kept.
+
+    Args:
+        environ: Where to set them.
+        token_file: Token of the cluster.
+        tls: Certificate of this machine; None: Ray's traffic is not encrypted.
+    """
+    if tls is not None:
+        environ["RAY_USE_TLS"] = "1"
+        environ["RAY_TLS_SERVER_CERT"] = str(tls.certificate)
+        environ["RAY_TLS_SERVER_KEY"] = str(tls.key)
+        environ["RAY_TLS_CA_CERT"] = str(tls.authority)
     environ["RAY_AUTH_MODE"] = "token"
     environ["RAY_AUTH_TOKEN_PATH"] = str(token_file)
     environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"
@@ -95,7 +107,7 @@ def set_variables(environ: MutableMapping[str, str], token_file: Path) -> None:
 
 def contradiction_in(environ: Mapping[str, str]) -> str | None:
     """Return why a variable contradicts those that a cluster sets itself; None if none does."""
-    for name in ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "RAY_REDIS_ADDRESS"):
+    for name in ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_USE_TLS"):
         if environ.get(name):
             return f"{name} is set, which a cluster of Orchard's sets itself: unset it"
     mode = environ.get("RAY_AUTH_MODE", "token")

@@ -2,6 +2,7 @@
 
 Ray's processes know the GCS by one address for as long as they live. On a member this is a port of the member itself,
 so that they go on with their caches and streams when another machine becomes the head: the relay connects them there.
+With TLS it ends their connections, since the GCS's certificate is that of the head's address, and opens others to it.
 """
 
 import asyncio
@@ -10,10 +11,16 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
+from deployments.cluster.mutual_tls import MachineTls
+
 CONNECT_S = 2.0
 """Longest wait for the GCS to accept a connection."""
+HANDSHAKE_S = 6.0
+"""The same with TLS, for which its process must run."""
 CHUNK_BYTES = 2**16
 MAX_CONNECTIONS = 1024
+CLOSE_S = 1.0
+"""Longest wait for a peer to read what is left; then the connection is reset."""
 STOP_S = 5.0
 LOOPBACK = "127.0.0.1"
 
@@ -25,20 +32,23 @@ class GcsRelay:
         host: Address of this machine, on which it listens.
         port: Port on which it listens; 0: any.
         target: Address and port of the GCS.
+        tls: This machine's end of all connections; None: they are not encrypted.
 
     Attributes:
         port: Port on which it listens.
     """
 
-    def __init__(self, host: str, port: int, target: tuple[str, int]):
+    def __init__(self, host: str, port: int, target: tuple[str, int], tls: MachineTls | None = None):
         """Bind the port and start. Raises OSError."""
         self._host = host
         self._target = target
+        self._tls = tls
         self._connections: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="gcs-relay", daemon=True)
         self._thread.start()
-        self._server: asyncio.Server = self._call(asyncio.start_server(self._on_connection, host, port))
+        listen = asyncio.start_server if tls is None else tls.listen
+        self._server: asyncio.Server = self._call(listen(self._on_connection, host, port))
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     @property
@@ -76,17 +86,19 @@ class GcsRelay:
         assert task is not None
         self._connections.add(task)
         with contextlib.suppress(OSError, TimeoutError, asyncio.CancelledError):
-            if writer.get_extra_info("peername")[0] in (self._host, LOOPBACK):
+            is_here = writer.get_extra_info("peername")[0] in (self._host, LOOPBACK)
+            if is_here and (self._tls is None or self._tls.is_machine(writer)):
                 await self._relay(reader, writer)
+        await _close(writer)
         self._connections.discard(task)
-        writer.close()
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass bytes both ways until one end closes."""
         if len(self._connections) > MAX_CONNECTIONS:
             return
-        async with asyncio.timeout(CONNECT_S):
-            from_gcs, to_gcs = await asyncio.open_connection(*self._target)
+        async with asyncio.timeout(CONNECT_S if self._tls is None else HANDSHAKE_S):
+            connect = asyncio.open_connection if self._tls is None else self._tls.open
+            from_gcs, to_gcs = await connect(*self._target)
         ways = {asyncio.create_task(_pass(reader, to_gcs)), asyncio.create_task(_pass(from_gcs, writer))}
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -94,10 +106,18 @@ class GcsRelay:
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-            to_gcs.close()
+            await _close(to_gcs)
 
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     while chunk := await reader.read(CHUNK_BYTES):
         writer.write(chunk)
         await writer.drain()
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError, TimeoutError, asyncio.CancelledError):
+        async with asyncio.timeout(CLOSE_S):
+            await writer.wait_closed()
+    writer.transport.abort()

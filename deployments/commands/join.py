@@ -9,14 +9,17 @@ from typing import Any
 
 from deployments.cluster.comparison import Line
 from deployments.cluster.folder import HEAD_LOCK, ClusterFolder, FolderError
-from deployments.cluster.join_client import HeadAnswer, HeadClient, HeadRefused, compare_with_head
+from deployments.cluster.join_client import HeadAnswer, HeadClient, HeadRefused, compare_with_head, enrol, guest_client
+from deployments.cluster.join_token import BadToken, JoinToken, read_join_token
 from deployments.cluster.membership import Membership, read_membership
+from deployments.cluster.mutual_tls import machine_tls
 from deployments.cluster.own_address import NoAddress, own_address
 from deployments.cluster.ray_node import contradiction_in, set_variables
 from deployments.commands.connection import KEY_VARIABLE, Connection, Refused, Unreachable
 from deployments.commands.member_process import OUTPUT, MemberSettings, start_agent
 from deployments.commands.nodes import show_nodes
 from deployments.commands.output import CommandError, UsageError, say, show, show_json
+from deployments.commands.staying import leave_at_stop, stay
 from deployments.serve_run.environment import raise_open_files, set_defaults
 from engine.process_lock import holder_of
 
@@ -37,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token",
         help=f"the cluster's token, visible to other users of the machine; default: the variable {TOKEN_VARIABLE}, "
-        "else that of the last time",
+        "else the certificate that this machine got the last time",
     )
     parser.add_argument("--interface", metavar="NAME|ADDRESS", help="by which the others reach this machine")
     parser.add_argument("--check", action="store_true", help="compare, and start nothing")
@@ -49,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="when the head has been silent for so long, leave and serve alone on loopback until it answers again; "
         f"at least {MIN_ALONE_S:g}; default: never",
+    )
+    parser.add_argument(
+        "--stay",
+        action="store_true",
+        help="do not return while this machine belongs to the cluster; SIGTERM and Ctrl-C make it leave. With a member "
+        "that has joined already it only waits",
     )
     parser.add_argument("--key", help=f"API key with which to wait for the engine; default: {KEY_VARIABLE}")
 
@@ -62,13 +71,15 @@ def run(options: argparse.Namespace) -> int:
         if (head := holder_of(folder.path / HEAD_LOCK)) is not None:
             raise CommandError(f"this machine is the head of a cluster, by {head}: stop that first")
         if (member := read_membership(folder)) is not None:
+            if options.stay and member.head == options.head:
+                return _stay(folder, options)
             raise CommandError(f"this machine belongs to the cluster of {member.head}: run `orchard leave` first")
         token = _token(options.token, folder)
-        head = HeadClient(options.head, token)
+        head = _head(options.head, token, folder)
         answer = head.facts()
         address = own_address(options.interface) if options.interface else answer.own_address
         lines = compare_with_head(head, answer, address)
-    except (FolderError, HeadRefused, NoAddress) as error:
+    except (BadToken, FolderError, HeadRefused, NoAddress) as error:
         raise CommandError(str(error)) from None
     _show(lines, options.json)
     if not all(line.is_green for line in lines):
@@ -76,20 +87,44 @@ def run(options: argparse.Namespace) -> int:
         return REFUSED
     if options.check:
         return 0
-    _start(folder, token, answer, address, options)
+    try:
+        enrol(folder, head, token, address)
+    except (FolderError, HeadRefused) as error:
+        raise CommandError(str(error)) from None
+    _start(folder, answer, address, options)
     member = read_membership(folder)
     if member is None:
         raise CommandError(f"Ray has ended on this machine; see {folder.ray_output}")
-    return _await_engine(member, options.key or os.environ.get(KEY_VARIABLE))
+    status = _await_engine(member, options.key or os.environ.get(KEY_VARIABLE))
+    return _stay(folder, options) if options.stay and status == 0 else status
 
 
-def _token(given: str | None, folder: ClusterFolder) -> str:
-    token = given or os.environ.get(TOKEN_VARIABLE)
-    if token:
-        return token
-    if not folder.token_file.exists():
-        raise CommandError("give the token that the head has printed, by --token")
-    return folder.token()
+def _stay(folder: ClusterFolder, options: argparse.Namespace) -> int:
+    say("This command waits while this machine belongs to the cluster; Ctrl-C makes it leave.")
+    return stay(folder, lambda: leave_at_stop(options.key))
+
+
+def _token(given: str | None, folder: ClusterFolder) -> JoinToken | None:
+    """Return the token; None: this machine has a certificate of the cluster. Raises BadToken, FolderError."""
+    text = given or os.environ.get(TOKEN_VARIABLE)
+    if text:
+        return JoinToken.parse(text)
+    if folder.tls.certificate.exists():
+        return None
+    token = read_join_token(folder)
+    if token is None:
+        earlier = " (that of the last time is of an earlier version of Orchard)" if folder.token_file.exists() else ""
+        raise CommandError(f"give the token that the head has printed, by --token{earlier}")
+    return token
+
+
+def _head(head: str, token: JoinToken | None, folder: ClusterFolder) -> HeadClient:
+    """Return the head, which with TLS has been recognized by its certificate. Raises HeadRefused, FolderError."""
+    if token is None:
+        return HeadClient(head, folder.token(), tls=machine_tls(folder))
+    if token.fingerprint is None:
+        say("The head was started with --no-tls: what the machines send can be read on its way, the token too.")
+    return guest_client(head, token)
 
 
 def _show(lines: list[Line], as_json: bool) -> None:
@@ -105,16 +140,14 @@ def _show(lines: list[Line], as_json: bool) -> None:
     sys.stdout.flush()
 
 
-def _start(folder: ClusterFolder, token: str, answer: HeadAnswer, address: str, options: argparse.Namespace) -> None:
+def _start(folder: ClusterFolder, answer: HeadAnswer, address: str, options: argparse.Namespace) -> None:
     """Start the member process and Ray, which outlive this one. Raises CommandError."""
     ray_environ = dict(os.environ)
     if (reason := contradiction_in(ray_environ)) is not None:
         raise CommandError(reason)
     try:
-        folder.make()
-        folder.write_token(token)
-        folder.forget_cluster()  # that this machine was the head of, with another token
-        set_variables(ray_environ, folder.token_file)
+        folder.forget_cluster()  # that this machine was the head of
+        set_variables(ray_environ, folder.token_file, folder.tls if folder.tls.certificate.exists() else None)
         set_defaults(ray_environ, "ray")
         raise_open_files()
         settings = MemberSettings(

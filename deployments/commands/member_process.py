@@ -25,6 +25,8 @@ from deployments.cluster.headship import Headship, read_headship
 from deployments.cluster.join_client import HeadClient, HeadRefused, compare_with_head
 from deployments.cluster.members import Report
 from deployments.cluster.membership import Membership, read_membership, write_membership
+from deployments.cluster.mutual_tls import machine_tls
+from deployments.cluster.proof_client import Revoked
 from deployments.cluster.proof_server import ProofServer
 from deployments.cluster.ray_node import NodeOptions, RayFailed, RayNode
 from deployments.cluster.relay import GcsRelay
@@ -86,13 +88,14 @@ class MemberProcess:
         self._again_at = self._steady_at = 0.0
         self._problem = ""
         self._stop = threading.Event()
-        token = folder.token()
+        token, tls = folder.token(), machine_tls(folder)
         head, noted = Headship(settings.gcs.rpartition(":")[0], settings.term), read_headship(folder)
         if noted is not None and noted.term > head.term:
             head = noted  # it has changed since this machine has joined
-        self._relay = GcsRelay(settings.address, ports.RELAY, (head.address, ports.GCS))
-        self._watch = HeadWatch(folder, token, head, self._report, self._on_new_head)
-        self._server = ProofServer(settings.address, ports.MEMBER, token, {HEAD_PATH: self._watch.answer})
+        self._tls = tls
+        self._relay = GcsRelay(settings.address, ports.RELAY, (head.address, ports.GCS), tls)
+        self._watch = HeadWatch(folder, token, head, self._report, self._on_new_head, tls)
+        self._server = ProofServer(settings.address, ports.MEMBER, token, {HEAD_PATH: self._watch.answer}, tls)
         self._ray = self._new_ray()
         self._alone: AloneServer | None = None
 
@@ -130,6 +133,9 @@ class MemberProcess:
         """Tick, and log a problem once, until it is another one or Ray has been started."""
         try:
             self._tick()
+        except Revoked as revoked:
+            _log(f"{revoked}. Ray ends on this machine.")
+            self.end()
         except (CannotJoin, FolderError, OSError, RayFailed) as problem:
             if (text := str(problem)) != self._problem:
                 _log(text)
@@ -209,7 +215,7 @@ class MemberProcess:
 
     def _difference(self) -> str | None:
         """Return why this machine may not join the head; None if it may."""
-        head = HeadClient(self._watch.headship.address, self._folder.token(), ASK_S)
+        head = HeadClient(self._watch.headship.address, self._folder.token(), ASK_S, self._tls)
         try:
             lines = compare_with_head(head, head.facts(), self._settings.address)
         except HeadRefused as refused:

@@ -31,6 +31,7 @@ VERBS = (
     Verb("drain", "move the answers of a node to the others, before it leaves", "deployments.commands.drain"),
     Verb("join", "join the cluster of a head, after a comparison with it", "deployments.commands.join"),
     Verb("leave", "move the answers of this machine to the others, and leave", "deployments.commands.leave"),
+    Verb("revoke", "refuse a machine of the cluster from now on", "deployments.commands.revoke"),
     Verb("launch", "start claude, codex, opencode or qwen on the running server", "deployments.commands.launch"),
     Verb("pull", "download a model, checked before the download", "deployments.commands.pull"),
     Verb("ls", "list the models on this machine, and which can be served", "deployments.commands.ls"),

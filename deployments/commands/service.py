@@ -15,12 +15,14 @@ from pathlib import Path
 from deployments.commands.output import CommandError, say, show, show_json
 
 TAKES_REST = True
-"""Arguments behind `--` are those of `orchard serve`."""
+"""Arguments behind `--` are those of `orchard serve`, or of `orchard join`."""
 
 LABEL = "orchard.serve"
 UNIT = "orchard.service"
 STOP_S = 45
 """Running answers get drain_timeout_s, 25 s by default, before the service is killed."""
+MEMBER_STOP_S = 120
+"""A member's answers and snapshots move to other machines, and those that clients read through it have time to end."""
 RESTART_S = 10
 OPEN_FILES = 10240
 
@@ -31,7 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     install = actions.add_parser(
         "install",
         help="write the service and start it, now and at each login",
-        epilog="Arguments behind `--` are those of `orchard serve`, whose working directory is the present one.",
+        epilog="Arguments behind `--` are those of `orchard serve`, or of `orchard join` with --member. The working "
+        "directory is the present one.",
+    )
+    install.add_argument(
+        "--member",
+        metavar="HEAD",
+        help="run a member of this head's cluster instead of a server: it joins at each login, and leaves when the "
+        "service stops. Join once by hand before, or give --token behind `--`",
     )
     status = actions.add_parser("status", help="tell whether it is installed and runs; status 1 if it does not run")
     remove = actions.add_parser("remove", aliases=["uninstall"], help="stop the service and delete all its files")
@@ -66,11 +75,13 @@ class Service:
 
 def run(options: argparse.Namespace) -> int:
     """Run the verb; return its exit status."""
-    service = service_here(serve_command(options.rest), Path.cwd())
+    head = getattr(options, "member", None)
+    command = serve_command(options.rest) if head is None else member_command(head, options.rest)
+    service = service_here(command, Path.cwd(), STOP_S if head is None else MEMBER_STOP_S)
     if options.action == "status":
         return _status(service, options.json)
     if options.rest and options.action == "remove":
-        raise CommandError("`orchard service remove` takes no arguments of `orchard serve`")
+        raise CommandError("`orchard service remove` takes no arguments behind `--`")
     if options.dry_run:
         _show_plan(service, options.action)
         return 0
@@ -86,17 +97,22 @@ def serve_command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, str(Path(sys.executable).parent / "orchard"), "serve", *arguments]
 
 
-def service_here(command: Sequence[str], directory: Path) -> Service:
-    """Return the service for this system. Raises CommandError."""
+def member_command(head: str, arguments: Sequence[str]) -> list[str]:
+    """Return the command of a member, which ends when the machine leaves the cluster."""
+    return [sys.executable, str(Path(sys.executable).parent / "orchard"), "join", head, "--stay", *arguments]
+
+
+def service_here(command: Sequence[str], directory: Path, stop_s: int = STOP_S) -> Service:
+    """Return the service for this system, which has stop_s seconds to end. Raises CommandError."""
     system = platform.system()
     if system == "Darwin":
-        return launch_agent(command, directory)
+        return launch_agent(command, directory, stop_s)
     if system == "Linux":
-        return systemd_unit(command, directory)
+        return systemd_unit(command, directory, stop_s)
     raise CommandError(f"{system} has neither launchd nor systemd")
 
 
-def launch_agent(command: Sequence[str], directory: Path) -> Service:
+def launch_agent(command: Sequence[str], directory: Path, stop_s: int = STOP_S) -> Service:
     """Return the LaunchAgent. `caffeinate -is` keeps the Mac awake, not its display."""
     home, domain = Path.home(), f"gui/{os.getuid()}"
     log = home / "Library" / "Logs" / "orchard.log"
@@ -109,7 +125,7 @@ def launch_agent(command: Sequence[str], directory: Path) -> Service:
         "RunAtLoad": True,
         "KeepAlive": {"SuccessfulExit": False},
         "ThrottleInterval": RESTART_S,
-        "ExitTimeOut": STOP_S,
+        "ExitTimeOut": stop_s,
         "ProcessType": "Interactive",
         "Umask": 0o077,
         "SoftResourceLimits": {"NumberOfFiles": OPEN_FILES},
@@ -129,7 +145,7 @@ def launch_agent(command: Sequence[str], directory: Path) -> Service:
     )
 
 
-def systemd_unit(command: Sequence[str], directory: Path) -> Service:
+def systemd_unit(command: Sequence[str], directory: Path, stop_s: int = STOP_S) -> Service:
     """Return the user unit."""
     config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     file = config / "systemd" / "user" / UNIT
@@ -145,7 +161,7 @@ Environment={_quoted(f"PATH={os.environ.get('PATH', '/usr/bin:/bin')}", in_comma
 Restart=on-failure
 RestartSec={RESTART_S}
 KillMode=mixed
-TimeoutStopSec={STOP_S}
+TimeoutStopSec={stop_s}
 UMask=0077
 
 [Install]

@@ -1,6 +1,8 @@
-"""Which processes of a machine listen on TCP ports, and what a stranger gets there: one without a token or a wrong one.
+"""Which processes of a machine listen on TCP ports, and what a stranger gets there.
 
-Usage, on the machine that asks: python -m tests.cluster.listeners ADDRESS:PORT ...
+A stranger has no TLS, no certificate or that of another authority, or no token or a wrong one.
+
+Usage, on the machine that asks: python -m tests.cluster.listeners IDENTITIES ADDRESS:PORT ...
 """
 
 import contextlib
@@ -8,9 +10,10 @@ import http.client
 import json
 import re
 import socket
+import ssl
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import grpc
@@ -31,11 +34,16 @@ METHODS = (
 )
 """One method of each gRPC service of a node; an empty message asks for nothing."""
 PATHS = ("/", "/metrics", "/api/local_raylet_healthz", "/api/healthz", "/api/version")
+TLS_PATHS = ("/facts", "/member", "/head", "/log", "/sign", "/adopted")
+"""Paths of the head and of members, none of which is answered without a proof of the token."""
+NO_TLS, TLS_REFUSES = "no TLS", "TLS refuses"
 GREETING_S = 0.5
 CLAIM_BYTES = 138
 """Length of a client's greeting (engine/snapshot_store/greeting.py)."""
 NO_SERVICE = {"UNAVAILABLE", "UNIMPLEMENTED", "DEADLINE_EXCEEDED", "INTERNAL", "UNKNOWN"}
 """Codes of a port that does not have the service, or does not speak gRPC."""
+NO_CONNECTION = {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
+"""Codes of a port that does not let a certificate in, or speaks something else in TLS."""
 
 ROLES = {
     "gcs_server": r"gcs/gcs_server ",
@@ -85,17 +93,93 @@ def role_of(pid: int) -> str:
     return next((role for role, pattern in ROLES.items() if re.search(pattern, title)), f"unknown: {title[:200]}")
 
 
-def ask_as_stranger(machine: Machine, targets: list[str]) -> dict[str, dict[str, list[str]]]:
+@dataclass(frozen=True)
+class Identity:
+    """Files with which a machine asks by TLS, and the token that it sends."""
+
+    authority: str
+    """Certificate of the authority that it trusts."""
+    certificate: str = ""
+    """'': it has none."""
+    key: str = ""
+    token: str = ""
+    """'': it sends none."""
+
+
+def ask_as_stranger(
+    machine: Machine, targets: list[str], identities: dict[str, Identity]
+) -> dict[str, dict[str, list[str]]]:
     """Ask from a machine; return what `answers` has found of each ADDRESS:PORT."""
-    program = [sys.executable, "-m", "tests.cluster.listeners", *targets]
-    done = subprocess.run(["ip", "netns", "exec", machine.name, *program], capture_output=True, text=True, timeout=300)
+    told = json.dumps({name: asdict(identity) for name, identity in identities.items()})
+    program = [sys.executable, "-m", "tests.cluster.listeners", told, *targets]
+    done = subprocess.run(["ip", "netns", "exec", machine.name, *program], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 
 
-def answers(target: str) -> dict[str, list[str]]:
-    """Return what a port answers, as words such as `GET /metrics 200`, without a token and with a wrong one."""
-    return {"no token": _answers(target, {}), "wrong token": _answers(target, {"authorization": WRONG})}
+def answers(target: str, identities: dict[str, Identity]) -> dict[str, list[str]]:
+    """Return what a port answers, as words such as `GET /metrics 200`.
+
+    Returns:
+        For questions without TLS, with no token and a wrong one; and, where the port speaks TLS, for each identity.
+    """
+    said = {"no token": _answers(target, {}), "wrong token": _answers(target, {"authorization": WRONG})}
+    if not _speaks_tls(target):
+        return said
+    return {
+        "no token": said["no token"] or [NO_TLS],
+        "wrong token": said["wrong token"] or [NO_TLS],
+        **{name: _tls_answers(target, identity) for name, identity in identities.items()},
+    }
+
+
+def _speaks_tls(target: str) -> bool:
+    """Tell whether a port answers the first message of TLS with one of TLS."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        with _connected(target) as connection, context.wrap_socket(connection):
+            return True
+    except ssl.SSLError as error:
+        return "ALERT" in (error.reason or "")
+    except OSError:
+        return False
+
+
+def _tls_answers(target: str, identity: Identity) -> list[str]:
+    """Return what a port that speaks TLS answers a machine; `TLS refuses` if it answers nothing."""
+    context = ssl.create_default_context(cafile=identity.authority)
+    if identity.certificate:
+        context.load_cert_chain(identity.certificate, identity.key)
+    headers = {"authorization": f"Bearer {identity.token}"} if identity.token else {}
+    said = []
+    for path in TLS_PATHS:
+        if (status := _http_status(target, path, headers, context)) is None:
+            break
+        said.append(f"GET {path} {status}")
+    if not said and (word := _greeting(target, context)):
+        said.append(word)
+    if not said:
+        files = [Path(name).read_bytes() if name else None for name in (identity.key, identity.certificate)]
+        credentials = grpc.ssl_channel_credentials(Path(identity.authority).read_bytes(), *files)
+        codes = {method: _grpc_code(target, method, headers, credentials) for method in METHODS}
+        said += [f"{method} {code}" for method, code in codes.items() if code not in NO_CONNECTION]
+    return said or [TLS_REFUSES]
+
+
+def _greeting(target: str, context: ssl.SSLContext) -> str:
+    """Return `snapshots` if the exchange of snapshots greets a machine, else ''."""
+    host = target.rpartition(":")[0]
+    with contextlib.suppress(OSError), _connected(target) as plain:  # noqa: SIM117
+        with context.wrap_socket(plain, server_hostname=host) as encrypted:
+            return "snapshots" if _is_greeted(encrypted) else ""
+    return ""
+
+
+def _connected(target: str) -> socket.socket:
+    host, _, port = target.rpartition(":")
+    return socket.create_connection((host, int(port)), TIMEOUT_S)
 
 
 def _answers(target: str, headers: dict[str, str]) -> list[str]:
@@ -112,9 +196,12 @@ def _answers(target: str, headers: dict[str, str]) -> list[str]:
     return said
 
 
-def _http_status(target: str, path: str, headers: dict[str, str]) -> int | None:
+def _http_status(target: str, path: str, headers: dict[str, str], context: ssl.SSLContext | None = None) -> int | None:
     host, _, port = target.rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=TIMEOUT_S)
+    if context is None:
+        connection = http.client.HTTPConnection(host, int(port), timeout=TIMEOUT_S)
+    else:
+        connection = http.client.HTTPSConnection(host, int(port), timeout=TIMEOUT_S, context=context)
     try:
         connection.request("GET", path, headers=headers)
         return connection.getresponse().status
@@ -147,8 +234,10 @@ def _is_greeted(connection: socket.socket) -> bool:
         return False
 
 
-def _grpc_code(target: str, method: str, headers: dict[str, str]) -> str:
-    with grpc.insecure_channel(target) as channel:
+def _grpc_code(
+    target: str, method: str, headers: dict[str, str], credentials: grpc.ChannelCredentials | None = None
+) -> str:
+    with grpc.insecure_channel(target) if credentials is None else grpc.secure_channel(target, credentials) as channel:
         try:
             channel.unary_unary(method)(b"", timeout=TIMEOUT_S, metadata=tuple(headers.items()))
         except grpc.RpcError as error:
@@ -158,4 +247,5 @@ def _grpc_code(target: str, method: str, headers: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    json.dump({target: answers(target) for target in sys.argv[1:]}, sys.stdout)
+    KNOWN = {name: Identity(**fields) for name, fields in json.loads(sys.argv[1]).items()}
+    json.dump({target: answers(target, KNOWN) for target in sys.argv[2:]}, sys.stdout)

@@ -117,13 +117,14 @@ def members(num_members: int, port: int = PORT, config: str = CONFIG) -> Iterato
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def serve(member: Member, dashboard: bool = False) -> Command:
+def serve(member: Member, dashboard: bool = False, tls: bool = True) -> Command:
     config = member.home.parent / "config.yaml"
-    options = () if dashboard else ("--no-dashboard",)
+    options = (*(() if dashboard else ("--no-dashboard",)), *(() if tls else ("--no-tls",)))
     return member.orchard("serve", "--cluster", "--interface", "eth0", "--config", str(config), *options)
 
 
 def token_of(head: Member) -> str:
-    file = head.home / ".orchard" / "cluster" / "token"
+    """Return the token that a head prints for machines that join."""
+    file = head.home / ".orchard" / "cluster" / "join_token"
     assert file.stat().st_mode & 0o777 == 0o600
     return file.read_text().strip()

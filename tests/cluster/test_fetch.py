@@ -13,9 +13,9 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from deployments.app import AppArgs, build_app
-from deployments.engine_client import EngineClient
+from deployments.dispatch.engine_client import EngineClient
 from deployments.placement.conversation_keys import sketch_conversation
-from deployments.protocol import ChatRequest, Route
+from deployments.requests import ChatRequest, Route
 from tests.cluster.conftest import APP, NODE, OrchardCluster
 from tests.e2e.server import free_port
 
@@ -102,25 +102,23 @@ def test_a_killed_nodes_conversation_goes_on_behind_its_copy(two_nodes: TwoNodes
         planners = {Route.TEXT: two_nodes.handle("TextMTP"), Route.MLLM: two_nodes.handle("MLLM")}
         engine = EngineClient(two_nodes.handle("ModelReplica"), planners)
         follow_up = ({"role": "assistant", "content": "42"}, {"role": "user", "content": "And 5 + 5?"})
-        for number in range(20):
-            question = {**QUESTION, "content": f"{number}. {QUESTION['content']}"}
-            first = asked(f"first {number}", question, max_tokens=20, min_tokens=20)
-            stream = await engine.start(first, Route.TEXT)
-            assert [chunk async for chunk in stream] and first.keys is not None
-            if (home := stream.node_id) in pids:
-                break
-        else:
-            raise AssertionError("no conversation lives at the node that will be killed")
+        home = next(iter(pids))
+        other = next(node_id for node_id in two_nodes.living_nodes() if node_id != home)
+        assert await engine.leave(other, is_back=False) is None
+        first = asked("first", QUESTION, max_tokens=20, min_tokens=20)
+        stream = await engine.start(first, Route.TEXT)
+        assert [chunk async for chunk in stream] and first.keys is not None and stream.node_id == home
+        assert await engine.leave(other, is_back=True) is None
+
         engine.replication.turn_ended(first.keys.conversation, home)
         assert engine.replication._copying is not None
         await engine.replication._copying
-        other = next(node_id for node_id in two_nodes.living_nodes() if node_id != home)
         answers, silent = await engine.ask_all("cache_status", [other])
         assert not silent and answers[0].answer.fetch is not None
         assert answers[0].answer.fetch.taken_over["replica"] > 0 and not answers[0].answer.fetch.not_taken_over
 
         two_nodes.kill_worker(home, pids[home])
-        stream = await engine.start(asked("second", question, *follow_up, max_tokens=5), Route.TEXT)
+        stream = await engine.start(asked("second", QUESTION, *follow_up, max_tokens=5), Route.TEXT)
         chunks = [chunk async for chunk in stream]
         assert stream.node_id == other and chunks[0].num_cached > 300
 

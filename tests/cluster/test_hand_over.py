@@ -11,7 +11,7 @@ from tests.cluster.test_partition import ANSWER_TIMEOUT_S, Answer
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.night("engine/test_take_over.py and deployments/test_hand_over.py keep all but the processes"),
+    pytest.mark.night("engine/test_take_over.py and deployments/dispatch/test_hand_over.py keep all but the processes"),
 ]
 
 CACHE = "args: {engine: {prefix_cache: {disk: {path: ~/snapshots}}}}"

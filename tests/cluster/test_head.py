@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from deployments.cluster.join_token import JoinToken
 from tests.cluster.conftest import wait_until
 from tests.cluster.members import READY_S, Member, members, serve, token_of
 from tests.cluster.test_partition import LONG, Answer, Node
@@ -60,7 +61,8 @@ class Load:
 def test_a_killed_head_comes_back_and_the_other_machine_never_stops(two: list[Member]):
     near, far = two
     serve(near).wait_for("orchard join")
-    refused = far.orchard("join", near.machine.address, "--token", "another")
+    another = JoinToken.parse(token_of(near))
+    refused = far.orchard("join", near.machine.address, "--token", str(JoinToken("0" * 64, another.fingerprint)))
     assert refused.wait() == 1 and "the token is not that of this cluster" in refused.output
     joined = far.orchard("join", near.machine.address, "--token", token_of(near))
     assert joined.wait() == 0, joined.output[-4000:]

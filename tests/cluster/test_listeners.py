@@ -6,8 +6,12 @@ from collections.abc import Iterator
 import pytest
 
 from deployments.cluster import ports
+from deployments.cluster.certificates import Authority, new_key, signing_request
+from deployments.cluster.folder import ClusterFolder
+from deployments.cluster.issuing import read_authority
+from deployments.cluster.ledger import Ledger, note_issued, revoke
 from tests.cluster.conftest import wait_until
-from tests.cluster.listeners import PATHS, Listener, ask_as_stranger, listeners
+from tests.cluster.listeners import PATHS, Identity, Listener, ask_as_stranger, listeners
 from tests.cluster.members import CONFIG, READY_S, Member, members, serve, token_of
 from tests.cluster.test_partition import PORT, ROOT
 
@@ -29,9 +33,11 @@ FIXED = {
 WORKERS = range(ports.NODE["min-worker-port"], ports.NODE["max-worker-port"] + 1)
 EXAMPLE_PORT = "8000"
 """The port of the HTTP API in the table."""
-REFUSED = re.compile(r" (401|403)$| UNAUTHENTICATED$|^-NOAUTH$|^snapshots token$")
-Row = tuple[str, str, str, str, str]
-"""Process, machine, address, port, and what a stranger gets."""
+REFUSED = re.compile(r" (401|403)$| UNAUTHENTICATED$|^-NOAUTH$|^snapshots token$|^no TLS$|^TLS refuses$")
+REVOKED = "revoked"
+REVOKED_ADDRESS = "10.213.77.99"
+Row = tuple[str, str, str, str, str, str]
+"""Process, machine, address, port, what a stranger gets, and what a machine gets whose certificate was revoked."""
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +52,46 @@ def two() -> Iterator[list[Member]]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def identities(two: list[Member], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Identity]:
+    """Machines that know the token: without a certificate, with one of another authority, and with a revoked one."""
+    folder = ClusterFolder(two[0].home / ".orchard" / "cluster")
+    directory, token, authority = tmp_path_factory.mktemp("identities"), folder.token(), str(folder.tls.authority)
+    made = {"no certificate": Identity(authority, token=token), "no certificate, no token": Identity(authority)}
+    for name, issuer in {"another authority": Authority.new(), REVOKED: read_authority(folder)}.items():
+        key = new_key()
+        certificate = issuer.issue(signing_request(key, REVOKED_ADDRESS), REVOKED_ADDRESS)
+        files = directory / f"{name}.pem", directory / f"{name}.key"
+        for file, text in zip(files, (certificate, key), strict=True):
+            file.write_text(text)
+        made[name] = Identity(authority, str(files[0]), str(files[1]), token)
+        if name == REVOKED:
+            note_issued(folder, certificate, REVOKED_ADDRESS)
+            revoke(folder, REVOKED_ADDRESS)
+    ledgers = [Ledger(member.home / ".orchard" / "cluster" / "machines.json") for member in two]
+    wait_until(lambda: all(REVOKED_ADDRESS in [one.address for one in ledger.machines()] for ledger in ledgers), 60)
+    return made
+
+
 def rows_of_readme() -> set[Row]:
     """Return the rows of the table, one for each machine and each address of a row that has several."""
     _, _, text = (ROOT / "deployments" / "README.md").read_text().partition("| process | on | address | port |")
     table, _, _ = text.partition("\n\n")
     rows: set[Row] = set()
     for line in table.splitlines()[2:]:
-        process, on, addresses, found, answer = (cell.strip().strip("`") for cell in line.strip("|").split("|"))
+        cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        process, on, addresses, found, answer, revoked = cells
+        process = process.partition(", ")[0]  # what is behind it is for the reader
         for machine in ("head", "member") if on == "all" else (on,):
             for address in addresses.split(", "):
-                rows |= {(process, machine, address, port, answer) for port in found.split(", ")}
+                rows |= {(process, machine, address, port, answer, revoked) for port in found.split(", ")}
     return rows
 
 
-def found_rows(member: Member, name: str) -> set[Row]:
+def found_rows(member: Member, name: str, identities: dict[str, Identity]) -> set[Row]:
     """Return what listens on a machine, and answers strangers on it."""
     known = listeners(member.machine)
-    said = ask_as_stranger(member.machine, sorted({target(one) for one in known}))
+    said = ask_as_stranger(member.machine, sorted({target(one) for one in known}), identities)
     return {row_of(one, member, name, said[target(one)]) for one in known}
 
 
@@ -75,7 +104,10 @@ def row_of(listener: Listener, member: Member, name: str, said: dict[str, list[s
     elif listener.port in FIXED:
         port = str(listener.port).replace(str(PORT), EXAMPLE_PORT)
     assert said["no token"] and said["wrong token"], f"{listener} does not answer: its protocol is unknown"
-    return listener.role, name, address, port, answer_in(said)
+    if REVOKED not in said:  # it does not speak TLS, and answers every machine alike
+        return listener.role, name, address, port, answer_in(said), "the same"
+    revoked = "refuses" if all(map(REFUSED.search, said.pop(REVOKED))) else "answers"
+    return listener.role, name, address, port, answer_in(said), revoked
 
 
 def answer_in(said: dict[str, list[str]]) -> str:
@@ -90,10 +122,10 @@ def target(listener: Listener) -> str:
     return f"{address}:{listener.port}"
 
 
-def test_the_ports_of_head_and_member_are_those_of_the_table(two: list[Member]):
+def test_the_ports_of_head_and_member_are_those_of_the_table(two: list[Member], identities: dict[str, Identity]):
     found = set[Row]()
     for member, name in zip(two, ("head", "member"), strict=True):
-        found |= found_rows(member, name)
+        found |= found_rows(member, name, identities)
     listed = rows_of_readme()
     assert found - listed == set(), "listens, and is not in the table of deployments/README.md"
     assert listed - found == set(), "is in the table of deployments/README.md, and does not listen"

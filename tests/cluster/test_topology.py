@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import ray
 
-from deployments.engine_client import EngineClient
-from deployments.protocol import ChatRequest, Route
+from deployments.dispatch.engine_client import EngineClient
+from deployments.requests import ChatRequest, Route
 from engine.protocol import EngineFailed, FinishReason
 from tests.e2e.pictures import about, image_part, shape
 

@@ -19,7 +19,7 @@ from tests.cluster.test_partition import ROOT, Answer
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.night("deployments/test_population.py keeps the choice, test_partition.py the moved streams"),
+    pytest.mark.night("deployments/calls/test_population.py keeps the choice, test_partition.py the moved streams"),
 ]
 
 NUM_STREAMS = 12

@@ -12,7 +12,8 @@ from deployments.cluster.join_server import JoinServer
 from engine.process_lock import ProcessLock
 from tests.deployments.commands.conftest import Orchard
 
-TOKEN = "the token of the cluster"
+SECRET = "0123456789abcdef" * 4
+TOKEN, ANOTHER = f"orchard1-{SECRET}-no-tls", f"orchard1-{SECRET[::-1]}-no-tls"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def head() -> Iterator[str]:
         "resources": {"mlx": 1.0},
         "term": 1,
     }
-    server = JoinServer("127.0.0.1", 0, TOKEN, lambda: said)
+    server = JoinServer("127.0.0.1", 0, SECRET, lambda: said)
     server.start()
     yield f"127.0.0.1:{server.port}"
     server.stop()
@@ -53,7 +54,10 @@ def test_the_comparison_as_json(orchard: Orchard, head: str):
 
 def test_what_is_missing_for_a_comparison_is_named(orchard: Orchard, head: str):
     assert orchard("join", head) == (1, "", "error: give the token that the head has printed, by --token\n")
-    status, _, noted = orchard("join", head, "--token", "another")
+    for wrong, said in {SECRET: "of an earlier version of Orchard", "another": "a token of 7 characters"}.items():
+        status, _, noted = orchard("join", head, "--token", wrong)
+        assert status == 1 and said in noted and "join_token" in noted
+    status, _, noted = orchard("join", head, "--token", ANOTHER)
     assert status == 1 and "the token is not that of this cluster" in noted
     status, _, noted = orchard("join", head, "--token", TOKEN, "--interface", "none0")
     assert status == 1 and "--interface is 'none0'" in noted

@@ -4,6 +4,7 @@ import configparser
 import json
 import os
 import plistlib
+import re
 import shlex
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.commands.service import launch_agent, systemd_unit
+from deployments.commands.service import MEMBER_STOP_S, launch_agent, systemd_unit
 from tests.deployments.commands.conftest import Orchard
 
 COMMAND = ["/opt/my env/bin/python", "/opt/my env/bin/orchard", "serve", 'a"b\\c', "100% $HOME", "ü"]
@@ -91,6 +92,17 @@ def test_install_is_idempotent_and_remove_leaves_nothing(
     assert orchard("service", "remove")[0] == 0
     assert [one for one in home.rglob("*") if one.is_file()] == []
     assert orchard("service", "remove")[0] == 0, "there is nothing to do"
+
+
+@pytest.mark.parametrize("system", ["Linux", "Darwin"])
+def test_a_member_joins_stays_and_has_time_to_leave(orchard: Orchard, monkeypatch: pytest.MonkeyPatch, system: str):
+    monkeypatch.setattr("platform.system", lambda: system)
+    plan = ("service", "install", "--member", "studio.local", "--dry-run", "--", "--interface", "en0")
+    status, shown, _ = orchard(*plan)
+    words = re.findall(r"[^\s\"<>]+", re.sub(r"</?\w+>", " ", shown))
+    begin = words.index("join")
+    assert status == 0 and words[begin : begin + 5] == ["join", "studio.local", "--stay", "--interface", "en0"]
+    assert str(MEMBER_STOP_S) in shown
 
 
 def test_a_system_without_a_manager_of_services_is_told_and_left_alone(
