@@ -18,6 +18,7 @@ from engine.config import EngineConfig, MediaConfig, RopeScaling
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.images import ImagePreprocessor
 from engine.processing.pooling import EmbeddingModel
+from engine.processing.reranker import Reranker
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import (
     ContextLengthExceeded,
@@ -137,6 +138,8 @@ class Chat:
         model_dir = resolve_checkpoint(options.model, None, weights=True)
         if EmbeddingModel.read(model_dir) is not None:
             raise EngineFailed(f"{options.model} is an embedding model and generates no text; serve it for embeddings")
+        if Reranker.read(model_dir) is not None:
+            raise EngineFailed(f"{options.model} is a reranker and generates no text; serve it for /v1/rerank")
         self._tokenizer = ChatTokenizer(model_dir)
         self._messages: list[dict[str, Any]] = []
         if options.system:

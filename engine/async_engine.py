@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
 from engine.core.quoting.quoter import ESTIMATE_MARGIN
-from engine.core.request_check import check_plan, check_pooling, check_progress, check_request
+from engine.core.request_check import check_plan, check_pooling, check_progress, check_prompt_logprobs, check_request
 from engine.core.scheduler_output import Chunks
 from engine.figures import EngineFigures
 from engine.grammar_compilers import GrammarCompilers
@@ -241,15 +241,15 @@ class AsyncEngine:
         available = self._watchdog.available_bytes
         if core is None:
             return EngineFigures(status=self.status(), available_bytes=available, total_bytes=total_bytes())
-        cache = core.prefix.cache
+        store = core.prefix.store
         return EngineFigures(
             status=self.status(),
             requests=core.scheduler.figures.snapshot(),
-            cache=replace(cache.counters, misses=dict(cache.counters.misses)),
+            cache=replace(store.counters, misses=dict(store.counters.misses)),
             disk=core.prefix.disk_status(),
             fetch=self._fetch_status(),
             num_decoding=core.scheduler.num_decoding,
-            num_snapshots=len(cache.index),
+            num_snapshots=len(store),
             num_late=self._watchdog.num_late,
             available_bytes=available,
             total_bytes=total_bytes(),
@@ -311,7 +311,7 @@ class AsyncEngine:
             EngineFailed: The engine is not ready.
         """
         return await self._thread.call(
-            lambda core: CachedPrefix(core.prefix.lookup.peek(request), core.runner.no_sparse, core.costs.prefill)
+            lambda core: CachedPrefix(core.prefix.peek(request), core.runner.no_sparse, core.costs.prefill)
         )
 
     async def cache_status(self) -> CacheStatus:
@@ -426,6 +426,7 @@ class AsyncEngine:
         check_progress(request, runner.vocab_size)
         check_plan(request, runner.no_sparse)
         check_pooling(request, runner.no_pooling)
+        check_prompt_logprobs(request)
         num_open = self._num_open
         limit = self.config.max_running + self.config.max_queue
         if num_open + len(request.open_choices) > limit:
@@ -481,7 +482,7 @@ class AsyncEngine:
     # On the threads of the exchange.
 
     def _write_snapshot(self, digest: str) -> "Future[bool]":
-        """Write a snapshot that may be only in memory, between two steps; see PrefixCacheSessions.write_now."""
+        """Write a snapshot that may be only in memory, between two steps; see PrefixCache.write_now."""
         done: Future[bool] = Future()
 
         def write(core: EngineCore) -> None:

@@ -344,6 +344,12 @@ class EngineRequest:
     pooling: Pooling | None = None
     """Answer with the pooled hidden state of the prompt, without tokens. Sampling is ignored, and the prefix cache is
     not used: the mean needs the hidden states of all tokens."""
+    scored_tokens: tuple[int, int] | None = None
+    """With the pooling `last`: answer with the logit of the first token minus that of the second, instead of the hidden
+    state that gives them."""
+    prompt_logprobs: int | None = None
+    """Report the logprobs of the prompt's tokens, with this many alternatives each; None: do not. The prompt is
+    computed in chunks of few tokens, and nothing of it comes from the prefix cache."""
     http_request_id: str = ""
     """X-Request-ID of the HTTP request, for the log; '' without one."""
     spent_s: float = 0.0
@@ -362,6 +368,11 @@ class EngineRequest:
     def open_choices(self) -> tuple[int, ...]:
         """Indices of the choices that are not finished yet."""
         return tuple(i for i in range(self.num_choices) if not (self.progress and self.progress[i].is_finished))
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether the engine has to compute every token of the prompt by itself."""
+        return self.pooling is not None or self.prompt_logprobs is not None
 
     @property
     def num_output_tokens(self) -> int:
@@ -421,8 +432,10 @@ class TokenChunk:
     retry_after_s: float | None = None
     """Set on an error that is not the request's fault: a retry may succeed."""
     embedding: bytes | None = None
-    """Pooled hidden state of a request with `pooling`: little-endian float32 [hidden] of norm 1. Set together with the
-    finish reason."""
+    """Pooled hidden state of a request with `pooling`: little-endian float32 [hidden] of norm 1, or [1], the difference
+    of the logits of its `scored_tokens`. Set together with the finish reason."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Logprobs of the prompt's tokens, from the second one on, if requested. The first chunk of one choice has them."""
     timeline: RowTimeline | None = None
     """Set with the finish reason, except on an error that the device thread did not send."""
 

@@ -25,7 +25,16 @@ from engine.snapshot_store.wire import FetchFailure, NotTaken, Purpose
 
 log = logging.getLogger("orchard.engine")
 
-HOPELESS: tuple[FetchFailure, ...] = ("busy", "unreachable", "version", "token", "format", "fingerprint", "timeout")
+HOPELESS: tuple[FetchFailure, ...] = (
+    "busy",
+    "unreachable",
+    "version",
+    "token",
+    "certificate",
+    "format",
+    "fingerprint",
+    "timeout",
+)
 """After such a failure a node is asked for nothing else."""
 
 MARGIN = 1.5

@@ -102,6 +102,7 @@ def _merged(chunks: Sequence[TokenChunk]) -> TokenChunk:
         chunks[-1],
         token_ids=tuple(chain.from_iterable(chunk.token_ids for chunk in chunks)),
         logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk in chunks)),
+        prompt_logprobs=next((one for chunk in chunks if (one := chunk.prompt_logprobs) is not None), None),
         num_drafted=sum(chunk.num_drafted for chunk in chunks),
         num_accepted=sum(chunk.num_accepted for chunk in chunks),
     )

@@ -106,7 +106,7 @@ class Admission:
             return False
         growth = entry.growth_tokens = self._growth_tokens(self._prompt_s(entry, 0.0), rows[0].num_tokens)
         if budget.shortfall_bytes(rows, growth_tokens=growth) or budget.group_shortfall_bytes(rows, growth):
-            self._prefixes.promise(rows)
+            self._prefixes.assign(rows)
         self._evict_for_group(entry)
         missing = budget.reserve(rows, growth)
         if not missing:
@@ -114,7 +114,7 @@ class Admission:
         may_evict = not may_wait or self._may_evict(entry, missing)
         if may_evict and self._evictable.evict(missing) and not budget.reserve(rows, growth):
             return True
-        self._prefixes.cancel(rows)
+        self._prefixes.revoke(rows)
         _note_obstacle(entry, "memory")
         return False
 

@@ -58,6 +58,8 @@ class RowOutput:
     """Why this row alone failed; None if it did not."""
     embedding: bytes | None = None
     """See TokenChunk; such a row has no tokens and does not join the decode batch."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """See TokenChunk."""
 
 
 @dataclass(slots=True)
@@ -86,7 +88,7 @@ class PromptChunk:
     """The next tokens of a prompt, for a forward that is shared with other prompts."""
 
     row: Request
-    """The only row of the prompt, without images, sparse plan, pooling or grammar."""
+    """The only row of the prompt, without images, sparse plan, pooling, logprobs of the prompt or grammar."""
     num_tokens: int
     """At least 1, and at most the remaining tokens of the prompt."""
 

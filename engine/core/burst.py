@@ -28,7 +28,7 @@ class Span:
 def may_burst(rows: Sequence[Request]) -> bool:
     """Return whether a prompt may share a forward with others."""
     spec = rows[0].spec
-    return len(rows) == 1 and not spec.images and spec.sparse is None and spec.pooling is None
+    return len(rows) == 1 and not spec.images and spec.sparse is None and not spec.computes_all
 
 
 def burst_s(spans: Sequence[Span], costs: CostModel) -> float:

@@ -63,10 +63,6 @@ class AcceptanceRates:
             expected.append(expected[-1] + all_hold)
         return expected
 
-    def forget(self) -> None:
-        """Reset to the prior."""
-        self.__init__(len(self._mean))
-
     def _worth(self, depth: int) -> float:
         return self._weight[depth] / (1 + self._unseen[depth] / UNSEEN_STEPS)
 

@@ -14,7 +14,7 @@ from engine.core.cost_model import CostModel
 from engine.core.memory.budget import make_memory_budget
 from engine.core.memory.evictable import EvictableMemory
 from engine.core.movable_snapshots import MovableSnapshots
-from engine.core.prefix_cache.sessions import PrefixCacheSessions
+from engine.core.prefix_cache.cache import PrefixCache
 from engine.core.progress import Progress
 from engine.core.proposer_record import Mode
 from engine.core.quoting.load import LoadRecorder
@@ -85,12 +85,12 @@ class EngineCore:
             "prompt_lookup": config.prompt_lookup,
         }
         self._speculation = SpeculationController(modes, self.costs, runner.no_drafts)
-        self.prefix = PrefixCacheSessions(
+        self.prefix = PrefixCache(
             config.prefix_cache,
             runner,
             self.stats,
             self.costs,
-            lambda: self.budget.free_bytes + self.prefix.cache.num_bytes,
+            lambda: self.budget.free_bytes + self.prefix.store.num_bytes,
             files,
             peers,
             clock,
@@ -104,7 +104,7 @@ class EngineCore:
             costs=self.costs,
             budget=self.budget,
             evictable=self._evictable,
-            prefixes=self.prefix.lookup,
+            prefixes=self.prefix,
             has_bursts=runner.no_bursts is None,
         )
         self.scheduler = Scheduler(context, self.stats)
@@ -230,7 +230,7 @@ class EngineCore:
             self.prefix.check_integrity()
 
     def _memory(self) -> dict[str, int]:
-        num_bytes = self.prefix.cache.num_bytes
+        num_bytes = self.prefix.store.num_bytes
         max_bytes = self.prefix.memory.max_bytes if self.prefix.off_reason is None else 0
         cache_bytes = {"prefix_cache_bytes": num_bytes, "prefix_cache_max_bytes": max_bytes}
         return self.runner.memory() | cache_bytes
@@ -246,7 +246,7 @@ class EngineCore:
         """Snapshot preempted rows and complete answers, publish the errors of failed rows, and drop them all."""
         self._snapshot_preempted(released.preempted)
         for row in released.completed:
-            self._loads.answer_complete(row, self.prefix.snapshots.keep_answer(row))
+            self._loads.answer_complete(row, self.prefix.take_answer(row))
             self._decoded_s = None  # the snapshot must not count as decode time
         if released.failed:
             self._publish(released.failed)
@@ -275,21 +275,19 @@ class EngineCore:
             self._release(self.scheduler.take_released())  # some may have completed their answers
         for one in preempted:
             if one.num_prefilled:
-                self.prefix.snapshots.keep_prompt(one.rows, one.num_prefilled)
+                self.prefix.take_prompt(one.rows, one.num_prefilled)
             elif one.num_prefilled is None and one.rows[0].state is not RequestState.FINISHED:
-                self.prefix.snapshots.keep_row(one.rows[0])
+                self.prefix.take_row(one.rows[0])
 
     def _drop(self, rows: Sequence[Request]) -> None:
         row_ids = [row.id for row in rows]
-        self.prefix.end(row_ids)
-        lent = self.prefix.returns.prepare(row_ids)
-        try:
-            self.runner.drop(row_ids, lent)
-        except Exception as error:
-            log.exception("dropping %s failed", ", ".join(row_ids), extra=named([*rows, *self.scheduler.decoding]))
-            self._publish(self._fail_rows(f"dropping other rows failed: {type(error).__name__}"))
-            self._drop_again(rows)
-        self.prefix.returns.settle(row_ids)
+        with self.prefix.dropping(row_ids) as lent:
+            try:
+                self.runner.drop(row_ids, lent)
+            except Exception as error:
+                log.exception("dropping %s failed", ", ".join(row_ids), extra=named([*rows, *self.scheduler.decoding]))
+                self._publish(self._fail_rows(f"dropping other rows failed: {type(error).__name__}"))
+                self._drop_again(rows)
 
     def _drop_again(self, rows: Sequence[Request]) -> None:
         """Retry a failed drop: the decode batch has been reset, but prompts in progress may remain."""
@@ -307,7 +305,7 @@ class EngineCore:
         failed = self.scheduler.fail_rows(error)
         for row_id in failed:
             self.budget.release(row_id)
-        self.prefix.returns.settle(failed)
+        self.prefix.lost(list(failed))
         return failed
 
     def _decode(self, drafts: Drafts) -> None:
@@ -398,7 +396,7 @@ class EngineCore:
         if published:
             self._publish(published)
         for prompt, output in zip(prompts, outputs, strict=True):
-            self.prefix.snapshots.take_at_boundaries(prompt)
+            self.prefix.take_at_boundaries(prompt)
             if output.first is not None:
                 self.prefix.end([prompt[0].id])
         self.stats.num_bursts += len(chunks) > 1
@@ -444,7 +442,7 @@ class EngineCore:
 
     def _begin_prompt(self, rows: Sequence[Request]) -> bool:
         """Begin a prompt after its cached prefix, unless another prompt in progress will soon cache a longer one."""
-        if self.prefix.lookup.source_of(rows[0]) is not None:
+        if self.prefix.source_of(rows[0]) is not None:
             return False
         try:
             if self.prefix.begin(rows):

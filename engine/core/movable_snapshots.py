@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from engine.core.cost_model import CostModel
 from engine.core.memory.costs import MemoryCosts
-from engine.core.prefix_cache.sessions import PrefixCacheSessions
-from engine.core.prefix_cache.worth import EntryWorth, worth_of, worths
+from engine.core.prefix_cache.cache import PrefixCache
+from engine.core.prefix_cache.worth import SnapshotWorth, worth_of, worths
 from engine.core.quoting.load import LoadRecorder
 from engine.placement import KnownPrefix, MovableSnapshot
 
@@ -27,7 +27,7 @@ class MovableSnapshots:
         costs: Predicts seconds.
     """
 
-    def __init__(self, prefix: PrefixCacheSessions, loads: LoadRecorder, memory_costs: MemoryCosts, costs: CostModel):
+    def __init__(self, prefix: PrefixCache, loads: LoadRecorder, memory_costs: MemoryCosts, costs: CostModel):
         self._prefix = prefix
         self._loads = loads
         self._memory_costs = memory_costs
@@ -44,9 +44,9 @@ class MovableSnapshots:
         """
         known, chosen, covered = self._loads.prefixes.by_digest(), list[MovableSnapshot](), set[str]()
         for worth in sorted(self._worths(), key=lambda one: -one.density):
-            entry = worth.entry
-            is_wanted = entry.lineage.is_shared or not shared_only
-            if not is_wanted or entry.pinned or entry.digest in covered or worth.probability < MIN_PROBABILITY:
+            stored = worth.node
+            is_wanted = stored.lineage.is_shared or not shared_only
+            if not is_wanted or stored.pinned or stored.digest in covered or worth.probability < MIN_PROBABILITY:
                 continue
             if len(chosen) == max_snapshots:
                 break
@@ -59,14 +59,14 @@ class MovableSnapshots:
         if (residence := self._loads.residents.leaving(conversation)) is None:
             return None
         keys = residence.keys
-        if (entry := self._loads.prefixes.last_of(keys)) is None:
+        if (stored := self._loads.prefixes.last_of(keys)) is None:
             return None
-        worth = worth_of(entry, True, self._prefix.cache, self._costs.prompt_s, self._memory_costs)
+        worth = worth_of(stored, True, self._prefix.store, self._costs.prompt_s, self._memory_costs)
         return self._movable(worth, self._loads.prefixes.by_digest((*keys.turns, keys.system)))
 
     def densities(self) -> dict[str, float]:
-        """Return by how many seconds per second and byte each entry here is worth its file, by digest."""
-        return {worth.entry.digest: worth.own_density for worth in self._worths()}
+        """Return by how many seconds per second and byte each snapshot here is worth its file, by digest."""
+        return {worth.node.digest: worth.own_density for worth in self._worths()}
 
     def density(self, snapshot: MovableSnapshot) -> float:
         """Return the same of a snapshot that is offered, by the pace of this engine."""
@@ -85,30 +85,30 @@ class MovableSnapshots:
         self._prefix.adopt(last)
         for key, known in reversed(snapshot.known):
             self._loads.prefixes.take_over(key, known)
-        is_here = self._prefix.cache.index.get(snapshot.digest) is not None
+        is_here = self._prefix.store.get(snapshot.digest) is not None
         if is_here and snapshot.residence is not None:
             self._loads.residents.moved_here(snapshot.residence)
         return is_here
 
-    def _worths(self) -> list[EntryWorth]:
-        return list(worths(self._prefix.cache, self._costs.prompt_s, self._memory_costs))
+    def _worths(self) -> list[SnapshotWorth]:
+        return list(worths(self._prefix.store, self._costs.prompt_s, self._memory_costs))
 
-    def _movable(self, worth: EntryWorth, known: Mapping[str, list[tuple[int, KnownPrefix]]]) -> MovableSnapshot:
-        entry, cache = worth.entry, self._prefix.cache
+    def _movable(self, worth: SnapshotWorth, known: Mapping[str, list[tuple[int, KnownPrefix]]]) -> MovableSnapshot:
+        stored, store = worth.node, self._prefix.store
         here = dict(one for each in worth.path for one in known.get(each.digest, ()))  # nearest first
-        own = [key for key, each in here.items() if each.conversation is None and each.digest == entry.digest]
+        own = [key for key, each in here.items() if each.conversation is None and each.digest == stored.digest]
         conversations = [each.conversation for each in here.values() if each.conversation is not None]
-        conversation = conversations[0] if conversations and not entry.lineage.is_shared else None
+        conversation = conversations[0] if conversations and not stored.lineage.is_shared else None
         key = own[0] if own else conversation
         return MovableSnapshot(
-            digest=entry.digest,
-            num_tokens=entry.num_tokens,
+            digest=stored.digest,
+            num_tokens=stored.num_tokens,
             num_bytes=worth.num_bytes,
             rate=worth.rate,
-            idle_s=max(0.0, cache.clock() - entry.used_s),
-            is_shared=entry.lineage.is_shared,
-            has_images=bool(entry.key.media),
-            key=int(entry.digest[:16], 16) if key is None else key,
+            idle_s=max(0.0, store.clock() - stored.used_s),
+            is_shared=stored.lineage.is_shared,
+            has_images=bool(stored.key.media),
+            key=int(stored.digest[:16], 16) if key is None else key,
             known=tuple(here.items())[:MAX_KNOWN],
             residence=self._loads.residents.leaving(conversation),
         )

@@ -1,8 +1,10 @@
 """Validates requests on arrival: rejects those that could never be served as they ask."""
 
+from collections.abc import Iterable
+
 from engine.config import EngineConfig
 from engine.core.spec_prefill.plan import why_unfit
-from engine.protocol import ContextLengthExceeded, EngineRequest, InvalidRequest, ThoughtSpec
+from engine.protocol import MAX_TOP_LOGPROBS, ContextLengthExceeded, EngineRequest, InvalidRequest, ThoughtSpec
 
 
 def check_request(request: EngineRequest, config: EngineConfig, vocab_size: int, max_context_tokens: int) -> None:
@@ -18,9 +20,8 @@ def check_request(request: EngineRequest, config: EngineConfig, vocab_size: int,
     for token_id in (int(request.token_ids.min()), int(request.token_ids.max())):
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"token id {token_id} is not between 0 and {vocab_size - 1}", "messages")
-    for token_id in request.stop_token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"stop token id {token_id} is not between 0 and {vocab_size - 1}", "stop_token_ids")
+    _check_token_ids(request.stop_token_ids, vocab_size, "stop token", "stop_token_ids")
+    _check_token_ids(request.scored_tokens or (), vocab_size, "scored token", "scored_tokens")
     for token_id, _ in sampling.logit_bias:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequest(f"logit_bias: token id {token_id} is not between 0 and {vocab_size - 1}", "logit_bias")
@@ -44,12 +45,20 @@ def check_request(request: EngineRequest, config: EngineConfig, vocab_size: int,
         raise ContextLengthExceeded(num_prompt_tokens, request.num_output_tokens, max_context_tokens)
 
 
+def _check_token_ids(token_ids: Iterable[int], vocab_size: int, kind: str, field: str) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(f"{kind} id {token_id} is not between 0 and {vocab_size - 1}", field)
+
+
 def check_pooling(request: EngineRequest, no_pooling: str | None) -> None:
-    """Check that this model can compute the embedding that a request asks for.
+    """Check that this model can compute the embedding or the score that a request asks for.
 
     Raises:
         InvalidRequest: The model cannot compute embeddings, or the request has choices, a grammar, images or a plan.
     """
+    if request.scored_tokens is not None and request.pooling != "last":
+        raise InvalidRequest(f"scored_tokens needs the pooling last; it is {request.pooling}", "scored_tokens")
     if request.pooling is None:
         return
     if no_pooling is not None:
@@ -60,6 +69,26 @@ def check_pooling(request: EngineRequest, no_pooling: str | None) -> None:
             raise InvalidRequest(
                 f"an embedding is computed from one text by dense prefill; {field} must not be set", field
             )
+
+
+def check_prompt_logprobs(request: EngineRequest) -> None:
+    """Check that the logprobs of the prompt can be computed.
+
+    Raises:
+        InvalidRequest: The request asks for too many alternatives, or has images, a plan or pooling.
+    """
+    number = request.prompt_logprobs
+    if number is None:
+        return
+    if not 0 <= number <= MAX_TOP_LOGPROBS:
+        raise InvalidRequest(
+            f"prompt_logprobs is {number}; it must be between 0 and {MAX_TOP_LOGPROBS}", "prompt_logprobs"
+        )
+    asked = {"images": request.images, "sparse": request.sparse, "pooling": request.pooling}
+    if found := next((field for field, is_asked in asked.items() if is_asked), None):
+        raise InvalidRequest(
+            f"the logprobs of a prompt are those of a text that is computed as a whole; {found} must not be set", found
+        )
 
 
 def check_progress(request: EngineRequest, vocab_size: int) -> None:

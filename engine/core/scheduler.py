@@ -387,6 +387,7 @@ class Scheduler:
             error=error,
             index=row.index,
             logprobs=output.logprobs[: len(new)],
+            prompt_logprobs=output.prompt_logprobs,
             num_drafted=output.num_drafted,
             num_accepted=num_accepted,
             num_cached=row.num_cached,

@@ -12,7 +12,7 @@ from engine.core.request import Request
 
 
 class Prefixes(Protocol):
-    """Looks up cached prefixes of prompts, see core/prefix_cache/lookup.py."""
+    """Looks up cached prefixes of prompts, see core/prefix_cache/cache.py."""
 
     def num_cached(self, row: Request) -> int:
         """Return how many tokens of a row's prompt are cached."""
@@ -25,15 +25,12 @@ class Prefixes(Protocol):
         """
         ...
 
-    def promise(self, rows: Sequence[Request]) -> bool:
-        """Count the cached keys and values that the request will take over as the request's memory.
-
-        Returns whether there are any.
-        """
+    def assign(self, rows: Sequence[Request]) -> None:
+        """Count the cached keys and values that the request will take over as the request's memory."""
         ...
 
-    def cancel(self, rows: Sequence[Request]) -> None:
-        """Revoke `promise` for a request that is not admitted."""
+    def revoke(self, rows: Sequence[Request]) -> None:
+        """Undo `assign` for a request that is not admitted."""
         ...
 
 

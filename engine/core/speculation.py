@@ -16,6 +16,7 @@ import numpy as np
 
 from engine.core.batch import PLAIN, Drafts, Proposer, RowOutput
 from engine.core.cost_model import CostModel
+from engine.core.draft_figures import AcceptanceRates
 from engine.core.draft_trials import Trials
 from engine.core.proposer_record import Mode, ProposerRecord
 
@@ -166,4 +167,4 @@ class SpeculationController:
         if self._choices[self._best].proposer == record.name:
             self._best = 0
         self._trials.end()
-        record.acceptance.forget()
+        record.acceptance = AcceptanceRates(len(record.acceptance.by_depth))

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from engine.processing.call_body import CallBody
+from engine.processing.call_reader import CallReader
 from engine.processing.control_tokens import any_of
 from engine.processing.detokenizer import TokenDecoder
 from engine.processing.reasoning_format import ReasoningFormat
@@ -32,6 +33,8 @@ class AnswerRules:
     """Whether all text is content, as after a raw prompt."""
     is_constrained: bool = False
     """Whether a grammar decides the answer behind its thought: what spells a marker of thoughts is content."""
+    enforces_calls: bool = False
+    """Whether the grammar decides the calls too, so that their arguments are returned while they are generated."""
 
 
 class AnswerDelta(NamedTuple):
@@ -42,7 +45,7 @@ class AnswerDelta(NamedTuple):
     reasoning: str = ""
     """Text of the thought, without its markers."""
     tool_calls: tuple[ParsedToolCall, ...] = ()
-    """Calls that these tokens completed."""
+    """Calls, or parts of them. A call that is not enforced comes as a whole, and never if the answer ends before."""
     num_reasoning_tokens: int = 0
     """How many of these tokens belong to the thought, its markers included."""
 
@@ -86,7 +89,9 @@ class AnswerParser:
         self._begins_answer = reasoning.noise if reasoning is not None else ()
         self._is_free = self._free_of_markers()
         self._mark = self._only_mark()
+        self._enforces_calls = rules.enforces_calls
         self._call: CallBody | None = None
+        self._reader: CallReader | None = None
         self._is_thinking = begins_in_thought
         self._skips_space = self._is_thinking  # the next white space belongs to the template
         self._has_content = not self._in_content.kinds  # without markers, white space at the start is content
@@ -98,7 +103,11 @@ class AnswerParser:
         self._is_plain = self._at_plain_content()
 
     def push(self, token_ids: Iterable[int]) -> AnswerDelta:
-        """Parse tokens; return the output that is certain now. Ids outside the vocabulary (padding) have no text."""
+        """Parse tokens; return the output that is certain now. Ids outside the vocabulary (padding) have no text.
+
+        Raises:
+            ValueError: A call of which a part was returned goes on otherwise than its grammar allows.
+        """
         if self.stopped:
             return NOTHING
         decoder, mark, is_plain, is_simple, num_tokens, plain = self._decoder, self._mark, self._is_plain, True, 0, ""
@@ -125,7 +134,7 @@ class AnswerParser:
         return self._delta()
 
     def finish(self) -> AnswerDelta:
-        """Return the withheld output at the end of the answer. An incomplete call is dropped."""
+        """Return the withheld output at the end of the answer. An incomplete call stays as far as it was returned."""
         if self._call is not None and self._call.finish() is not None:
             self._end_call(self._call)
         elif self._is_thinking:
@@ -190,9 +199,17 @@ class AnswerParser:
         elif kind == Kind.CALL:
             assert self._tools is not None
             self._call = self._tools.body(marker)
+            self._reader = self._tools.reader(marker, self._types) if self._enforces_calls else None
 
     def _take_call(self, call: CallBody, text: str) -> str | None:
         rest = call.push(text)
+        if self._reader is not None:
+            try:
+                self._add_calls(self._reader.push(text))
+            except ValueError:
+                if self._reader.has_begun:
+                    raise
+                self._reader = None
         if rest is not None:
             self._end_call(call)
         return rest
@@ -201,11 +218,20 @@ class AnswerParser:
         """Parse a complete call. Text that is no call becomes content, unless it contains markup."""
         assert self._tools is not None
         self._call = None
+        if self._reader is not None and self._reader.has_begun:
+            return
         try:
-            self._calls += self._tools.parse(call.text, self._types)
-            self.has_tool_calls = True
+            self._add_calls(self._tools.parse(call.text, self._types))
         except ValueError:
             self._answer(call.text if "<" not in call.text or self._tools.starts_answer else "")
+
+    def _add_calls(self, parts: Iterable[ParsedToolCall]) -> None:
+        for part in parts:
+            self.has_tool_calls = self.has_tool_calls or part.is_last
+            if self._calls and not part.is_first:
+                self._calls[-1] = self._calls[-1].joined(part)
+            else:
+                self._calls.append(part)
 
     def _think(self, text: str) -> None:
         if text:

@@ -15,6 +15,21 @@ UNSCALED = (None, "default", "mrope", "proportional")
 LIMIT_IS_ORIGINAL = ("yarn", "deepseek_yarn", "telechat3-yarn")
 """Scalings that may be added to a config.json without raising max_position_embeddings, as for Qwen."""
 
+WINDOWS_IGNORED = frozenset(
+    {
+        *("dots1", "gemma2", "minimax", "mistral", "mixtral", "nemotron_h", "phi3", "phimoe", "qwen2"),
+        *("qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl_moe_text", "smollm3", "starcoder2"),
+    }
+)
+"""Families for which the libraries ignore `sliding_window`: their attention sees all tokens, which is right as long as
+there are no more than the window has."""
+
+WINDOWS_ON_REQUEST = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"})
+"""Families whose windows count only with `use_sliding_window`, in the layers from `max_window_layers` on."""
+
+DEFAULT_WINDOWS = {"gemma2": 4096}
+"""Windows where config.json names none."""
+
 
 def choose_context(config: EngineConfig, model_config: dict[str, Any]) -> int:
     """Return the most tokens of prompt and answer together.
@@ -27,8 +42,16 @@ def choose_context(config: EngineConfig, model_config: dict[str, Any]) -> int:
         EngineFailed: `max_context_tokens` is beyond the limit, or `rope_scaling` cannot be applied.
     """
     scaling, wanted = config.rope_scaling, config.max_context_tokens
+    window = ignored_window(model_config)
+    if window is not None and wanted is not None and wanted > window:
+        raise EngineFailed(
+            f"max_context_tokens is {wanted}; by config.json attention sees {window} tokens (sliding_window), but the "
+            f"library's module of {_text_section(model_config).get('model_type')} lets it see all, so that more "
+            f"would be computed wrong. Reduce it to {window}"
+        )
+    most = window or 2**63
     if scaling is None and _declared_limit(model_config) is None:
-        return wanted or DEFAULT_CONTEXT_TOKENS
+        return wanted or min(DEFAULT_CONTEXT_TOKENS, most)
     limit = context_limit(model_config) if scaling is None else int(scaling.factor * _original(scaling, model_config))
     if wanted is not None and wanted > limit:
         source = "the model's limit" if scaling is None else f"the limit with rope_scaling.factor {scaling.factor:g}"
@@ -36,7 +59,24 @@ def choose_context(config: EngineConfig, model_config: dict[str, Any]) -> int:
             f"max_context_tokens is {wanted}; {source} is {limit}. Reduce it, or set rope_scaling to go beyond the "
             f"trained context, with a factor of at least {wanted / limit * (scaling.factor if scaling else 1):.3g}"
         )
-    return wanted or limit
+    return wanted or min(limit, most)
+
+
+def ignored_window(model_config: dict[str, Any]) -> int | None:
+    """Return the window of config.json where the libraries' attention sees all tokens; None without such a window."""
+    section = _text_section(model_config)
+    family, kinds = str(section.get("model_type", model_config.get("model_type"))), section.get("layer_types")
+    window = section.get("sliding_window", DEFAULT_WINDOWS.get(family))
+    if family not in WINDOWS_IGNORED or not isinstance(window, int) or window < 1:
+        return None
+    if family in WINDOWS_ON_REQUEST and section.get("use_sliding_window") is not True:
+        return None
+    if isinstance(kinds, list):
+        return window if "sliding_attention" in kinds else None
+    has_none = family in WINDOWS_ON_REQUEST | {"dots1"} and section.get("max_window_layers", 28) >= section.get(
+        "num_hidden_layers", 0
+    )
+    return None if has_none else window
 
 
 def context_limit(model_config: dict[str, Any]) -> int:
@@ -62,6 +102,7 @@ def library_config(config: EngineConfig, model_config: dict[str, Any]) -> dict[s
     changed = copy.deepcopy(model_config)
     section = _text_section(changed)
     parameters = section.get("rope_parameters")
+    _set_gemma3_base(section)
     if isinstance(parameters, dict) and not _is_nested(parameters) and "mrope_section" not in parameters:
         if "rope_theta" in parameters:
             section.setdefault("rope_theta", parameters["rope_theta"])
@@ -82,6 +123,21 @@ def library_config(config: EngineConfig, model_config: dict[str, Any]) -> dict[s
         if isinstance(parameters, dict):
             section["rope_parameters"] = {**parameters, **scaling}
     return changed
+
+
+def _set_gemma3_base(section: dict[str, Any]) -> None:
+    """Name the base of the global layers' rope as mlx-vlm reads it for Gemma 3, which no checkpoint does."""
+    if section.get("model_type") != "gemma3_text":
+        return
+    parameters = section.get("rope_parameters")
+    nested = parameters if isinstance(parameters, dict) and _is_nested(parameters) else {}
+    bases = {
+        "rope_global_base_freq": nested.get("full_attention", {}).get("rope_theta", section.get("rope_theta")),
+        "rope_local_base_freq": nested.get("sliding_attention", {}).get("rope_theta"),
+    }
+    for name, base in bases.items():
+        if base is not None:
+            section.setdefault(name, base)
 
 
 def declared_scalings(model_config: dict[str, Any]) -> list[dict[str, Any]]:

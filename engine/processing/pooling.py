@@ -1,18 +1,22 @@
 """How a checkpoint turns hidden states into embeddings, as its sentence-transformers files say."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from engine.config import EmbeddingConfig, Pooling
 from engine.processing.checkpoint import read_optional_json
+from engine.processing.sentence_transformers import (
+    has_modules,
+    is_cross_encoder,
+    kind_of,
+    read_max_tokens,
+    read_modules,
+    read_prompts,
+)
 from engine.protocol import EngineFailed
 
-MODULES_FILE = "modules.json"
 POOLING_FILE = "1_Pooling/config.json"
-PROMPTS_FILE = "config_sentence_transformers.json"
-LENGTH_FILE = "sentence_bert_config.json"
 COMPUTED_MODULES = ("Transformer", "Pooling", "Normalize")
 """Modules of sentence-transformers that are computed. Vectors are normalized also where there is no such module."""
 PREFIX = "pooling_mode_"
@@ -33,23 +37,14 @@ class EmbeddingModel:
 
     @classmethod
     def read(cls, model_dir: Path) -> "EmbeddingModel | None":
-        """Read a checkpoint's files; return None for one that is not of sentence-transformers.
+        """Read a checkpoint's files; return None for one that is not of sentence-transformers, or a cross-encoder.
 
         Raises:
             EngineFailed: A file cannot be read or has other contents than expected.
         """
-        if not (model_dir / MODULES_FILE).exists():
+        if not has_modules(model_dir) or is_cross_encoder(model_dir):
             return None
-        settings = read_optional_json(model_dir / PROMPTS_FILE)
-        prompts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
-        is_valid = isinstance(prompts, dict) and all(isinstance(prompt, str) for prompt in prompts.values())
-        if not is_valid or (default is not None and default not in prompts):
-            raise EngineFailed(
-                f"{model_dir / PROMPTS_FILE}: prompts must be an object of texts that contains default_prompt_name "
-                f"({default!r})"
-            )
-        max_tokens = read_optional_json(model_dir / LENGTH_FILE).get("max_seq_length")
-        return cls(prompts, default, max_tokens if isinstance(max_tokens, int) else None)
+        return cls(*read_prompts(model_dir), read_max_tokens(model_dir))
 
 
 def choose_pooling(config: EmbeddingConfig, model_dir: Path) -> Pooling:
@@ -60,7 +55,7 @@ def choose_pooling(config: EmbeddingConfig, model_dir: Path) -> Pooling:
     """
     if config.pooling != "auto":
         return config.pooling
-    named = [f"{module['path']} ({module['type']})" for module in _modules(model_dir) if not _is_computed(module)]
+    named = [f"{module['path']} ({module['type']})" for module in read_modules(model_dir) if not _is_computed(module)]
     not_computed = named or sorted(path.name for path in model_dir.glob("*_Dense"))
     if not_computed:
         raise EngineFailed(
@@ -83,19 +78,7 @@ def pools_prompt(model_dir: Path) -> bool:
 
 
 def _is_computed(module: dict[str, str]) -> bool:
-    return module["type"].rpartition(".")[2] in COMPUTED_MODULES
-
-
-def _modules(model_dir: Path) -> list[dict[str, str]]:
-    """Return the entries of modules.json, [] without one."""
-    path = model_dir / MODULES_FILE
-    if not path.exists():
-        return []
-    try:
-        modules = json.loads(path.read_text(encoding="utf-8"))
-        return [{"type": str(module["type"]), "path": str(module.get("path", ""))} for module in modules]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise EngineFailed(f"{path}: expected a list of modules with `type` and `path` ({error!r})") from None
+    return kind_of(module) in COMPUTED_MODULES
 
 
 def _modes(pooling: dict[str, Any]) -> list[str]:

@@ -162,6 +162,7 @@ class ChatTokenizer:
         placeholders: Sequence[ImagePlaceholder] = (),
         limit: PromptLimit | None = None,
         continue_final_message: bool = False,
+        add_generation_prompt: bool = True,
     ) -> np.ndarray:
         """Render and tokenize the prompt for the model's next turn.
 
@@ -172,6 +173,7 @@ class ChatTokenizer:
             limit: Ends the work as soon as the prompt is certainly too long or no longer needed.
             continue_final_message: Whether the prompt ends with the text of the final message, the assistant's, which
                 the answer continues.
+            add_generation_prompt: Whether the prompt ends with the beginning of an answer.
 
         Returns:
             int32 [num_prompt_tokens].
@@ -181,7 +183,9 @@ class ChatTokenizer:
             ContextLengthExceeded, ClientDisconnected: See PromptLimit.check.
         """
         conversation = self._convert(messages, template_kwargs, limit)
-        _, ids = self._encode_conversation(conversation, placeholders, limit, continue_final_message)
+        _, ids = self._encode_conversation(
+            conversation, placeholders, limit, continue_final_message, add_generation_prompt
+        )
         return np.repeat(ids, self._image_repeats(ids, placeholders))
 
     def chat_prompt(
@@ -274,6 +278,7 @@ class ChatTokenizer:
         placeholders: Sequence[ImagePlaceholder],
         limit: PromptLimit | None,
         continue_final_message: bool,
+        add_generation_prompt: bool = True,
     ) -> tuple[str, np.ndarray]:
         """Return the rendered prompt with escaped control strings, and its ids with one token per run of image tokens.
 
@@ -283,7 +288,8 @@ class ChatTokenizer:
         if continue_final_message:
             text = self._render_unfinished(conversation)
         else:
-            text = self._render(conversation.kwargs, conversation.messages, restore=quarantine.restore)
+            how = {"add_generation_prompt": add_generation_prompt, "restore": quarantine.restore}
+            text = self._render(conversation.kwargs, conversation.messages, **how)
         self._check_images(conversation.num_images, text, len(placeholders))
         text = self._with_placeholders(text, placeholders)
         pieces = quarantine.split(text)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -16,18 +16,42 @@ JSON_TYPES: Mapping[type, str] = {
     dict: "object",
     type(None): "null",
 }
+TEXT_TYPES = frozenset({"array", "object", "string"})
+"""Types that a text may spell where the schema names none, in formats that write texts without quotes."""
+
+SPELLED = {
+    '"': "string",
+    "{": "object",
+    "[": "array",
+    "t": "boolean",
+    "f": "boolean",
+    "n": "null",
+    **dict.fromkeys("-0123456789", "number"),
+}
+"""The type that a text may spell, by its first character."""
+NUMBER_START = re.compile(r"[-+.0-9eE]*")
+STRING_START = re.compile(r'"(?:[^"\\]|\\.)*(?:\\|"\s*)?', re.DOTALL)
+
 PYTHON_WORDS: Mapping[str, Any] = {"true": True, "false": False, "null": None, "none": None}
 """Alternative spellings, in any letter case."""
 
 
 @dataclass(frozen=True)
 class ParsedToolCall:
-    """One complete call of a tool."""
+    """A call of a tool, or a part of one: the arguments of a call's parts are JSON text together."""
 
     name: str
     """As the model wrote it; it may not be a declared tool."""
     arguments: str
     """JSON text of an object."""
+    is_first: bool = True
+    """Whether a call begins here, else this goes on with the last one, and has no name."""
+    is_last: bool = True
+    """Whether the call is complete."""
+
+    def joined(self, more: "ParsedToolCall") -> "ParsedToolCall":
+        """Return this part of a call and the part behind it as one."""
+        return ParsedToolCall(self.name, self.arguments + more.arguments, self.is_first, more.is_last)
 
 
 class ToolTypes:
@@ -41,6 +65,7 @@ class ToolTypes:
         self.tools = list(tools)
         functions = [tool.get("function") or {} for tool in tools]
         self._schemas = {function.get("name"): function.get("parameters") or {} for function in functions}
+        self.names = tuple(self._schemas)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> ParsedToolCall:
         """Create a call from JSON arguments.
@@ -49,9 +74,7 @@ class ToolTypes:
         the arguments cannot be written as JSON.
         """
         typed = {
-            key: self._typed(name, key, value, self._allowed(name, key) or {"string"})
-            if isinstance(value, str)
-            else value
+            key: self.typed(name, key, value, {"string"}) if isinstance(value, str) else value
             for key, value in arguments.items()
         }
         return ParsedToolCall(name, dump_json(typed))
@@ -61,13 +84,19 @@ class ToolTypes:
 
         Without a type in the schema, arrays and objects are parsed as JSON, and everything else is a string.
         """
-        typed = {
-            key: self._typed(name, key, text, self._allowed(name, key) or {"array", "object", "string"})
-            for key, text in arguments.items()
-        }
+        typed = {key: self.typed(name, key, text, TEXT_TYPES) for key, text in arguments.items()}
         return ParsedToolCall(name, dump_json(typed))
 
-    def _typed(self, name: str, key: str, text: str, allowed: set[str]) -> Any:
+    def typed(self, name: str, key: str, text: str, untyped: Set[str]) -> Any:
+        """Return the value that the text of a parameter spells: of a type that the schema allows, else the text.
+
+        Args:
+            name: Name of the tool.
+            key: Name of the parameter.
+            text: The text.
+            untyped: Types that are allowed where the schema names none.
+        """
+        allowed = self.allowed(name, key, untyped)
         if allowed == {"string"} or text in self._constants(name, key):
             return text
         value = _spelled(text, allowed)
@@ -77,14 +106,28 @@ class ToolTypes:
         is_allowed = kind in allowed or (kind == "integer" and "number" in allowed)
         return value if is_allowed or "string" not in allowed else text
 
+    def may_spell(self, name: str, key: str, start: str, untyped: Set[str]) -> bool:
+        """Tell whether a text with this start may spell another value than itself; for the arguments see `typed`."""
+        allowed = self.allowed(name, key, untyped)
+        start = start.strip().lower()
+        if allowed == {"string"} or "string" not in allowed or not start:
+            return allowed != {"string"}
+        kind = SPELLED.get(start[0])
+        if kind is None or not allowed & ({kind, "integer"} if kind == "number" else {kind}):
+            return False
+        if kind in ("boolean", "null"):
+            return any(word.startswith(start) for word in PYTHON_WORDS)
+        pattern = {"number": NUMBER_START, "string": STRING_START}.get(kind)
+        return pattern is None or pattern.fullmatch(start) is not None
+
     def _constants(self, name: str, key: str) -> list[Any]:
         schema = self._property(name, key)
         values = schema.get("enum") if isinstance(schema, dict) else None
         return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
 
-    def _allowed(self, name: str, key: str) -> set[str]:
-        """Return the types that the schema allows for a parameter; empty if it names none."""
-        return _types_of(self._property(name, key), self._schemas.get(name) or {}, frozenset())
+    def allowed(self, name: str, key: str, untyped: Set[str]) -> Set[str]:
+        """Return the types that the schema allows for a parameter; for the arguments see `typed`."""
+        return _types_of(self._property(name, key), self._schemas.get(name) or {}, frozenset()) or untyped
 
     def _property(self, name: str, key: str) -> Any:
         schema = self._schemas.get(name)
@@ -111,7 +154,7 @@ def dump_json(value: Any) -> str:
         raise ValueError("nested too deeply") from None
 
 
-def _spelled(text: str, allowed: set[str]) -> Any:
+def _spelled(text: str, allowed: Set[str]) -> Any:
     """Return the value that a text spells, else the text."""
     stripped = text.strip()
     try:

@@ -8,35 +8,17 @@ from functools import partial
 from typing import Any
 
 from engine.processing.call_body import CallBody, JsonBody, JsonScanner, MarkedBody
+from engine.processing.call_reader import CallReader
 from engine.processing.library_parser import library_parser
+from engine.processing.shaped_call import CallShape, ShapedCall
 from engine.processing.tool_arguments import ParsedToolCall, ToolTypes, parse_json
+from engine.processing.xml_call import XmlCall, parse_xml
 
 Parse = Callable[[str, ToolTypes], list[ParsedToolCall]]
 
-FUNCTION = re.compile(
-    r"<function=\s*([^\s<>]+)\s*>(.*?)(?:</function>|\Z)(?=\s*(?:<function=|</?tool_call>|\Z))", re.DOTALL
-)
-PARAMETER = re.compile(
-    r"<parameter=\s*([^\s<>](?:[^\n\r<>]*[^\s<>])?)\s*>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>|\Z))",
-    re.DOTALL,
-)
 NAMED_JSON = re.compile(r"\s*(.*?)\s*(\{.*)", re.DOTALL)
 """A function's name with markup around it, followed by its arguments."""
 MARKUP = re.compile(r"<[|｜].*?[|｜]>|\[CALL_ID\]\s*\w*|\[ARGS\]|```(?:json)?|\s")
-
-
-@dataclass(frozen=True)
-class CallShape:
-    """The template's markup around the names and the JSON arguments of calls."""
-
-    begin: str
-    """Before the first name."""
-    middle: str
-    """Between a name and its arguments."""
-    joint: str | None
-    """Between the arguments of one call and the name of the next; None: the template supports only one call."""
-    end: str
-    """After the last arguments."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +41,19 @@ class ToolFormat:
     """Markup of calls with JSON arguments for a grammar; None: calls cannot be enforced by a JSON grammar."""
     inner: tuple[str, ...] = ()
     """Markup inside calls."""
+    make_reader: Callable[[ToolTypes], CallReader] | None = None
+    """Creates the reader of an enforced call without a shape; None: such a call is only parsed as a whole."""
+
+    def reader(self, opening: str, types: ToolTypes) -> CallReader | None:
+        """Return the reader of a call that a grammar enforces and that starts with an opening, see make_reader."""
+        if self.shape is not None:
+            return ShapedCall(self.shape, opening, types)
+        return None if self.make_reader is None else self.make_reader(types)
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Every marker of calls."""
         return (*self.openings, *self.noise, *self.inner)
-
-
-def parse_xml(text: str, types: ToolTypes) -> list[ParsedToolCall]:
-    """Parse the calls of Qwen3-Coder and Qwen3.5, see tool_grammar.py."""
-    calls = [types.call_of_texts(match[1], dict(PARAMETER.findall(match[2]))) for match in FUNCTION.finditer(text)]
-    if not calls:
-        raise ValueError("there is no function")
-    return calls
 
 
 def parse_objects(text: str, types: ToolTypes) -> list[ParsedToolCall]:
@@ -190,7 +172,7 @@ HARMONY_HEADERS = tuple(
     for channel in ("<|channel|>commentary", "<|channel|>analysis", "")
 )
 
-XML = _marked("XML", "<tool_call>", "</tool_call>", parse_xml, is_end=_is_whole_xml)
+XML = _marked("XML", "<tool_call>", "</tool_call>", parse_xml, is_end=_is_whole_xml, make_reader=XmlCall)
 JSON_OBJECTS = _marked("JSON", "<tool_call>", "</tool_call>", parse_objects, is_end=_is_outside_of_strings)
 PAIRS = _marked(
     "GLM",

@@ -30,8 +30,9 @@ from engine.processing.json_schema import (
     subschemas,
     with_options,
 )
+from engine.processing.shaped_call import CallShape
 from engine.processing.tool_arguments import ToolTypes
-from engine.processing.tool_format import XML, CallShape
+from engine.processing.tool_format import XML
 from engine.processing.tool_schema import ANY_OBJECT, tool_schema
 from engine.protocol import GrammarSpec, InvalidRequest
 
@@ -54,6 +55,9 @@ NAME = re.compile(r"[^\s<>]+")
 PARAMETER_NAME = re.compile(r"[^\s<>](?:[^\n\r<>]*[^\s<>])?")
 """Names of parameters, which may contain spaces."""
 NEVER_IN_NAMES = "be empty, contain '<', '>' or line breaks, nor have spaces at its ends"
+
+TOOLS_FIELD = "tools"
+"""Field of the grammars in which calls may occur."""
 
 TOP_LEVEL = frozenset({"type", "properties", "required", "additionalProperties", "$defs", "definitions"})
 MAX_REFERENCES = 8
@@ -94,7 +98,7 @@ def tool_call_grammar(
     rules.append("function: " + " | ".join(function.rule for function in chosen))
     rules += [rule for function in chosen for rule in function.rules()]
     left_open = tuple(f"tools ({function.name}): {place}" for function in chosen for place in function.left_open)
-    return GrammarSpec("lark", HEAD + "\n".join(rules) + "\n", "tools", left_open)
+    return GrammarSpec("lark", HEAD + "\n".join(rules) + "\n", TOOLS_FIELD, left_open)
 
 
 def no_call_grammar(openings: Sequence[str]) -> GrammarSpec:
@@ -218,7 +222,7 @@ def json_call_grammar(
     ]
     head = ["%llguidance {}", text_rule(openings)]
     left_open = tuple(f"tools ({function.name}): {place}" for _, function in chosen for place in function.left_open)
-    return GrammarSpec("lark", "\n".join([*head, *rules]) + "\n", "tools", left_open)
+    return GrammarSpec("lark", "\n".join([*head, *rules]) + "\n", TOOLS_FIELD, left_open)
 
 
 class _Function:

@@ -69,7 +69,7 @@ def snapshots(bench: Bench) -> Outcome:
     run = bench.core_run(prefix_cache={})
     long = replace(bench.questions[-1], boundaries=bench.first_turn.boundaries)
     run.run({0: [bench.first_turn, long]})
-    predicted, before = run.core.prefix.cache.num_bytes, device_facts.held_bytes()
+    predicted, before = run.core.prefix.store.num_bytes, device_facts.held_bytes()
     run.core.prefix.clear()
     return _compared("prefix cache", predicted, before - device_facts.held_bytes())
 

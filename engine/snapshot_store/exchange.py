@@ -9,6 +9,7 @@ from engine.snapshot_store.files import SnapshotFiles
 from engine.snapshot_store.greeting import Identity
 from engine.snapshot_store.snapshot_client import SnapshotClient
 from engine.snapshot_store.snapshot_server import SnapshotServer
+from engine.snapshot_store.wire import PeerTls
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Sharing:
     """Address to listen on."""
     token: bytes = field(repr=False)
     """Secret of the cluster."""
+    tls: PeerTls | None = None
+    """This node's end of encrypted connections; None: they are not encrypted."""
 
 
 class SnapshotExchange:
@@ -48,7 +51,7 @@ class SnapshotExchange:
         write: "Callable[[str], Future[bool]] | None" = None,
     ):
         self._files = files
-        identity = Identity(sharing.token, fingerprint)
+        identity = Identity(sharing.token, fingerprint, sharing.tls)
         try:
             self._server = SnapshotServer(files, identity, sharing.host, port, write)
         except OSError as error:

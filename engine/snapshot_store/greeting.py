@@ -5,8 +5,9 @@
     server  verdict, proof
 
 A proof is the HMAC-SHA-256, with the token as its key, of the name of the end and everything that was sent before; the
-token itself is never sent. A refusal has no proof. What follows the greeting is neither encrypted nor authenticated,
-like Ray's own traffic without TLS: CRC-32 detects accidents, not attackers that can change packets.
+token itself is never sent. A refusal has no proof. In a cluster with TLS, the connection is encrypted from its first
+byte on, and both ends show certificates. Without, what follows the greeting is neither encrypted nor authenticated:
+CRC-32 detects accidents, not attackers that can change packets.
 """
 
 import hmac
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from engine.snapshot_store.format import FORMAT
-from engine.snapshot_store.wire import Channel, FetchFailure, PeerError
+from engine.snapshot_store.wire import Channel, FetchFailure, PeerError, PeerTls
 
 MAGIC = b"ORCHSNAP"
 VERSION = 1
@@ -42,6 +43,8 @@ class Identity:
     """Secret of the cluster."""
     fingerprint: str
     """Fingerprint of the model, as in the files of the disk tier."""
+    tls: PeerTls | None = None
+    """This node's end of encrypted connections; None: they are not encrypted."""
 
     def proof(self, end: bytes, before: bytes) -> bytes:
         """Return the proof of an end, b"server" or b"client", for the bytes that were sent before."""
@@ -54,9 +57,15 @@ def greet(channel: Channel, identity: Identity) -> None:
     Raises:
         PeerError: The server refuses, does not know the token itself, or does not answer in time.
     """
+    is_encrypted = False
     try:
+        if identity.tls is not None:
+            channel.encrypt(identity.tls.connect, GREETING_S)
+            is_encrypted = True
         opening = channel.receive_bytes(_OPENING.size, GREETING_S)
     except PeerError as error:
+        if error.reason == "cut" and is_encrypted:
+            raise PeerError("certificate", "the server refuses the certificate of this node") from None
         if error.reason == "cut":
             raise PeerError("busy", "the server closed the connection without a greeting") from None
         raise
@@ -85,6 +94,8 @@ def admit(channel: Channel, identity: Identity, enter: Callable[[], bool]) -> No
     Raises:
         PeerError: The client is refused, or does not answer in time.
     """
+    if identity.tls is not None:
+        channel.encrypt(identity.tls.accept_machine, GREETING_S)
     opening = _OPENING.pack(MAGIC, VERSION, secrets.token_bytes(32))
     channel.send_bytes(opening, GREETING_S)
     message = channel.receive_bytes(_CLAIM.size + _PROOF_BYTES, GREETING_S)

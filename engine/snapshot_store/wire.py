@@ -5,19 +5,21 @@ reading one byte at a time. A payload is at most as long as its receiver expects
 
 Sockets block, with the time limits of the system: a frame of a file is read, checked, sent, received and written in one
 call each, without the GIL, because a thread waits up to 5 ms for the GIL after each call while another one runs Python.
+With TLS a frame is sent in one call as well, and received in calls of at most 16 KiB, a record each.
 """
 
 import contextlib
 import os
 import re
 import socket
+import ssl
 import struct
 import time
 import zlib
 from collections.abc import Callable
 from enum import IntEnum
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from engine.snapshot_store.format import DIGEST
 
@@ -26,6 +28,7 @@ FetchFailure = Literal[
     "busy",
     "version",
     "token",
+    "certificate",
     "format",
     "fingerprint",
     "timeout",
@@ -43,11 +46,11 @@ FetchFailure = Literal[
 """Why a snapshot was not fetched.
 
 `unreachable`: no connection. `busy`: too many connections there, or transfers here. `version`, `token`, `format`,
-`fingerprint`: the greeting does not match. `timeout`: a frame took too long. `cut`: the connection ended early.
-`damaged`: a checksum is wrong. `protocol`: something else was sent than asked for. `gone`: the server does not have it
-any more. `mismatch`: it belongs to another prompt. `slow`: computing is predicted to be faster. `room`: it does not fit
-into the disk tier. `disk`: a file cannot be read or written. `stopped`: nothing waits for it any more. `internal`: an
-error of this program."""
+`fingerprint`: the greeting does not match. `certificate`: TLS has failed, or a certificate is refused. `timeout`: a
+frame took too long. `cut`: the connection ended early. `damaged`: a checksum is wrong. `protocol`: something else was
+sent than asked for. `gone`: the server does not have it any more. `mismatch`: it belongs to another prompt. `slow`:
+computing is predicted to be faster. `room`: it does not fit into the disk tier. `disk`: a file cannot be read or
+written. `stopped`: nothing waits for it any more. `internal`: an error of this program."""
 
 NotTaken = Literal[FetchFailure, "deadline", "draining"]
 """Why a snapshot that another node has offered was not taken over. `deadline`: the time was over. `draining`: this node
@@ -138,6 +141,18 @@ class Offer(NamedTuple):
         return [cls(digest, parent.strip("-"), int(tokens), int(size)) for digest, parent, tokens, size in fields]
 
 
+class PeerTls(Protocol):
+    """Encrypts connections, at which both nodes show certificates; keeps the time limits of the sockets."""
+
+    def connect(self, connection: socket.socket) -> ssl.SSLSocket:
+        """Return a client's encrypted connection. Raises OSError."""
+        ...
+
+    def accept_machine(self, connection: socket.socket) -> ssl.SSLSocket:
+        """Return a server's encrypted connection to a node of the cluster. Raises OSError."""
+        ...
+
+
 class Channel:
     """A connection that sends and receives frames.
 
@@ -154,10 +169,20 @@ class Channel:
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
+    def encrypt(self, wrap: Callable[[socket.socket], ssl.SSLSocket], timeout_s: float) -> None:
+        """Encrypt what follows, by a method of PeerTls. Raises PeerError (`certificate`, or `cut`)."""
+        self._connection.settimeout(timeout_s)
+        try:
+            self._connection = wrap(self._connection)
+        except (ConnectionError, ssl.SSLEOFError) as error:
+            raise PeerError("cut", f"the connection ended before it was encrypted: {error}") from None
+        except OSError as error:
+            raise PeerError("certificate", f"no encrypted connection: {error}") from None
+
     def end(self) -> None:
         """End the connection, on any thread: a thread that waits for it gets `cut`."""
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)  # not that of TLS, which the thread still reads
 
     def close(self) -> None:
         """Close the socket, on the thread that uses it."""
@@ -178,7 +203,7 @@ class Channel:
         self.send_bytes(_HEADER.pack(kind, len(payload), zlib.crc32(payload)) + payload)
 
     def send_part(self, file: int, offset: int, num_bytes: int) -> None:
-        """Send a part of a file as a frame DATA, with sendfile; the part is read before for its checksum.
+        """Send a part of a file as a frame DATA, without TLS by sendfile; it is read before for its checksum.
 
         Args:
             file: File descriptor.
@@ -194,6 +219,9 @@ class Channel:
             raise PeerError("disk", f"the file has fewer than {offset + num_bytes} bytes")
         until_s = _end_of(None)
         self._send(memoryview(_HEADER.pack(FrameKind.DATA, num_bytes, zlib.crc32(part))), until_s)
+        if self._is_encrypted:
+            self._send(part, until_s)
+            return
         end = offset + num_bytes
         while offset < end:
             send = partial(os.sendfile, self._connection.fileno(), file, offset, min(SENDFILE_BYTES, end - offset))
@@ -219,6 +247,18 @@ class Channel:
             raise PeerError("damaged", f"a frame of {num_bytes} bytes has a wrong checksum")
         return FrameKind(kind), payload
 
+    @property
+    def _is_encrypted(self) -> bool:
+        return isinstance(self._connection, ssl.SSLSocket)
+
+    def _limit(self, option: int, seconds: float) -> None:
+        """Limit the time of the next call; that of TLS would repeat a call that the system has ended."""
+        if self._is_encrypted:
+            self._connection.settimeout(seconds)
+        else:
+            left = struct.pack("ll", *divmod(int(1e6 * seconds), 10**6))
+            self._connection.setsockopt(socket.SOL_SOCKET, option, left)
+
     def _scratch(self, num_bytes: int) -> memoryview:
         if len(self._buffer) < num_bytes:
             self._buffer = bytearray(num_bytes)
@@ -230,7 +270,7 @@ class Channel:
 
     def _receive(self, rest: memoryview, until_s: float) -> None:
         while rest:
-            flags = socket.MSG_WAITALL if len(rest) > SMALL_BYTES else 0
+            flags = socket.MSG_WAITALL if len(rest) > SMALL_BYTES and not self._is_encrypted else 0
             receive = partial(self._connection.recv_into, rest, 0, flags)
             if not (num_bytes := self._move(socket.SO_RCVTIMEO, until_s, receive)):
                 raise PeerError("cut", f"the connection ended {len(rest)} bytes early")
@@ -238,11 +278,11 @@ class Channel:
 
     def _move(self, option: int, until_s: float, call: Callable[[], int]) -> int:
         """Call a function that sends or receives, until it has moved bytes or the connection ends; return how many."""
-        while (left_us := int(1e6 * (until_s - time.monotonic()))) > 0:
+        while (left_s := until_s - time.monotonic()) > 1e-6:
             try:
-                self._connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(left_us, 10**6)))
+                self._limit(option, left_s)
                 return call()
-            except BlockingIOError:  # the time limit of the system has passed
+            except (BlockingIOError, TimeoutError):  # the time limit has passed
                 continue
             except OSError as error:
                 raise PeerError("cut", f"the connection ended: {error}") from None

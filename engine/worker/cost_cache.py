@@ -4,6 +4,7 @@ A file is named by the digest of everything that the measurement depends on: the
 versions of MLX, and this package's source. Missing, torn and incompatible files are measured again.
 """
 
+import gc
 import hashlib
 import json
 import logging
@@ -32,6 +33,8 @@ def load_or_measure(directory: Path, key: str, measure: Callable[[], MemoryCosts
         key: See `costs_key`.
         measure: Runs the probes; its `base_bytes` include the memory that is active when it is called.
     """
+    gc.collect()  # what `measure` itself would free must not be subtracted from the base that it finds
+    mx.synchronize()
     mx.clear_cache()
     active_bytes = mx.get_active_memory()
     path = directory / f"{key}.json"

@@ -8,10 +8,14 @@ from typing import Any
 from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_vlm.utils import get_model_and_args
 
+from engine.worker import mlx_lm_families
+
 SERVED_CACHES = (KVCache, RotatingKVCache, ArraysCache)
 """Kinds of caches that rows of a decode batch can share and snapshots can restore. Exact types: subclasses store their
 state differently."""
 
+CLASSIFIER = "ForSequenceClassification"
+"""How the names of architectures end whose output layer has classes instead of tokens."""
 
 VISION_MODULES = ("vision_tower", "vision_model")
 """Names of a model's vision tower; the library sets it to None if the checkpoint has no weights for it."""
@@ -49,6 +53,14 @@ def unknown_reason(config: dict[str, Any]) -> str | None:
     """
     if not isinstance(config.get("model_type"), str):
         return "config.json has no model_type"
+    named = config.get("architectures")
+    for architecture in named if isinstance(named, list) else ():
+        if str(architecture).endswith(CLASSIFIER):
+            return (
+                f"{architecture} has an output layer for classes, which mlx-vlm {version('mlx-vlm')} builds for "
+                "encoders alone; causal rerankers with a LogitScore in modules.json, such as Qwen3-Reranker, are served"
+            )
+    mlx_lm_families.register(config["model_type"])
     try:
         get_model_and_args(config)
     except (ValueError, TypeError, AttributeError, ImportError) as error:

@@ -61,14 +61,23 @@ class SelectedPositions:
 
     def __init__(self, language_model: Any, select: Select):
         self._language_model = language_model
-        names = [name for name in ("model", "backbone") if hasattr(language_model, name)]
+        names = [name for name in ("model", "backbone", "transformer") if hasattr(language_model, name)]
         for name in names:
-            setattr(self, name, _SelectedStates(getattr(language_model, name), select))
-        if not names:
-            self.lm_head = lambda hidden: language_model.lm_head(select(hidden))
+            setattr(self, name, _SelectedStates(getattr(language_model, name), self._once))
+        if hasattr(language_model, "lm_head"):
+            self.lm_head = lambda hidden: language_model.lm_head(self._once(hidden))
+        self._select: Select | None = select
+
+    def _once(self, hidden: mx.array) -> mx.array:
+        """Select the positions, unless that is done: some families run the layers themselves."""
+        select, self._select = self._select, None
+        return hidden if select is None else select(hidden)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._language_model, name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._language_model
 
 
 class _SelectedStates:
@@ -83,6 +92,12 @@ class _SelectedStates:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layers, name)
+
+
+def config_of(language_model: Any) -> Any:
+    """Return the configuration of the library's language model, by the name that the family gives it."""
+    found = getattr(language_model, "args", None) or getattr(language_model, "config", None)
+    return found or language_model.model.config
 
 
 class LanguageModel:
@@ -109,16 +124,40 @@ class LanguageModel:
     ):
         self.lm = language_model
         self.kv_bits = kv_bits
-        self.explicit_positions = hasattr(language_model, "get_rope_index")
         self.exact: MTPExact = exact
-        self._wants_hidden = self.explicit_positions or has_head
+        self._has_head = has_head
         self._returns_hidden = hasattr(language_model, "speculative_logits_from_hidden")
-        self.has_exact_verifier = self._wants_hidden and self._returns_hidden
+
+    @cached_property
+    def explicit_positions(self) -> bool:
+        """Whether the model takes three rope positions per token. Computes nothing."""
+        if not hasattr(self.lm, "get_rope_index"):
+            return False
+        positions = mx.zeros((3, 1, 2), mx.int32)
+        try:
+            self.lm.model(mx.zeros((1, 2), mx.int32), cache=make_prompt_cache(self.lm), position_ids=positions)
+        except ValueError:
+            return False  # one position per token
+        return True
+
+    @property
+    def has_exact_verifier(self) -> bool:
+        return self._wants_hidden and self._returns_hidden
+
+    @property
+    def _wants_hidden(self) -> bool:
+        return self.explicit_positions or self._has_head
+
+    def _flat(self, positions: np.ndarray | mx.array) -> dict[str, Any]:
+        """Return the argument [B, L] of a model with one position per token that would otherwise keep its own."""
+        if not hasattr(self.lm, "get_rope_index"):
+            return {}
+        return {"position_ids": mx.array(positions[0] if positions.ndim == 3 else positions)}
 
     @property
     def args(self) -> Any:
-        """The text model's configuration, by the name that the family gives it."""
-        return getattr(self.lm, "args", None) or self.lm.config
+        """The text model's configuration."""
+        return config_of(self.lm)
 
     def verifies_exactly(self, num_rows: int) -> bool:
         """Return whether drafts of `num_rows` rows are verified by the library's exact verifier.
@@ -196,7 +235,7 @@ class LanguageModel:
             positions.
         """
         if not self._wants_hidden:
-            return self.lm(token_ids, cache=self._nested(cache)).logits, None
+            return self.lm(token_ids, cache=self._nested(cache), **self._flat(positions)).logits, None
         if token_ids.shape[1] > 1 and self.verifies_exactly(token_ids.shape[0]):
             hidden = self._hidden(token_ids, cache, positions, speculative_verify=True)
             return self.lm.speculative_logits_from_hidden(hidden), hidden
@@ -205,9 +244,13 @@ class LanguageModel:
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Apply the output layer: [B, L, hidden] -> [B, L, vocab], in one product for all rows and tokens."""
-        if hasattr(self.lm, "lm_head"):
-            return self.lm.lm_head(hidden)
-        return self.lm.model.embed_tokens.as_linear(hidden)
+        layer = self.output_layer
+        return layer(hidden) if hasattr(self.lm, "lm_head") else layer.as_linear(hidden)
+
+    @property
+    def output_layer(self) -> Any:
+        """The layer that makes logits of hidden states: a linear one, or the embedding."""
+        return self.lm.lm_head if hasattr(self.lm, "lm_head") else self.lm.model.embed_tokens
 
     def extend(
         self,
@@ -234,7 +277,9 @@ class LanguageModel:
         """
         images = {} if chunk is None else chunk.arguments()
         if not self._wants_hidden:
-            self.lm(token_ids, cache=self._nested(cache), **images)  # lazy: only the cache is ever evaluated
+            self.lm(  # lazy: only the cache is ever evaluated
+                token_ids, cache=self._nested(cache), **images, **self._flat(positions)
+            )
             hidden = None
         elif not self.explicit_positions:
             hidden = self.states(token_ids, cache, positions)
@@ -271,11 +316,31 @@ class LanguageModel:
             return self.logits(select(hidden)), hidden
         if self.selects_positions:
             images = {} if chunk is None else chunk.arguments()
-            return self._selected_logits(token_ids, cache, select, images), None
+            return self._selected_logits(token_ids, cache, select, images | self._flat(positions)), None
         if token_ids.shape[1] > 1:
-            self.extend(token_ids[:, :-1], None if chunk is None else chunk.but_last(), cache, positions)
-        last = {} if chunk is None else {"inputs_embeds": chunk.embeds[:, -1:]}
+            self.extend(token_ids[:, :-1], None if chunk is None else chunk.but_last(), cache, positions[..., :-1])
+        last: dict[str, Any] = {} if chunk is None else {"inputs_embeds": chunk.embeds[:, -1:]}
+        last |= self._flat(positions[..., -1:])
         return self.lm(token_ids[:, -1:], cache=self._nested(cache), **last).logits[:, -1:], None
+
+    def extend_with_logits(
+        self, token_ids: mx.array, cache: list, positions: np.ndarray
+    ) -> tuple[mx.array, mx.array | None]:
+        """Compute prompt tokens into the caches of one row.
+
+        Args:
+            token_ids: int32 [1, L].
+            cache: The caches.
+            positions: int32 [3, 1, L].
+
+        Returns:
+            Logits [1, L, vocab], and the hidden states of `extend`; both lazy.
+        """
+        if not self._wants_hidden:
+            return self.lm(token_ids, cache=self._nested(cache), **self._flat(positions)).logits, None
+        hidden = self.extend(token_ids, None, cache, positions, launch=False)
+        assert hidden is not None
+        return self.logits(hidden), hidden
 
     @cached_property
     def selects_positions(self) -> bool:
@@ -289,10 +354,10 @@ class LanguageModel:
         return isinstance(logits, mx.array) and logits.ndim == 3 and logits.shape[:2] == (1, 1)
 
     def _selected_logits(
-        self, token_ids: mx.array, cache: list, select: Select, images: dict[str, Any] | None = None
+        self, token_ids: mx.array, cache: list, select: Select, more: dict[str, Any] | None = None
     ) -> mx.array:
         lm: Any = SelectedPositions(self.lm, select)
-        return type(self.lm).__call__(lm, token_ids, cache=self._nested(cache), **(images or {})).logits
+        return type(self.lm).__call__(lm, token_ids, cache=self._nested(cache), **(more or {})).logits
 
     def states(self, token_ids: mx.array, cache: list, positions: np.ndarray | mx.array) -> mx.array:
         """Compute tokens into a cache; return hidden states [B, L, hidden] after the last norm.
@@ -301,7 +366,7 @@ class LanguageModel:
         """
         if self.explicit_positions:
             return self._hidden(token_ids, cache, mx.array(positions))
-        return self.lm.model(token_ids, cache=self._nested(cache))
+        return self.lm.model(token_ids, cache=self._nested(cache), **self._flat(positions))
 
     def states_unsupported_reason(self) -> str | None:
         """Return why this model's hidden states are not available, None if they are. Computes nothing."""

@@ -27,12 +27,14 @@ from engine.processing.checkpoint import (
     resolve_checkpoint,
     vocab_size,
 )
-from engine.processing.context import choose_context, declared_scalings, library_config
+from engine.processing.context import choose_context, declared_scalings, ignored_window, library_config
 from engine.processing.pooling import EmbeddingModel
+from engine.processing.reranker import Reranker
 from engine.processing.tokenizer_match import why_different
 from engine.protocol import EngineFailed
 from engine.start_phase import StartPhase
 from engine.worker import mtp_loader
+from engine.worker.config_fields import check_fields
 from engine.worker.draft_model import draft_unsupported_reason
 from engine.worker.drafting import rewind_unsupported_reason
 from engine.worker.expanded_weights import Expansion, expand
@@ -41,13 +43,14 @@ from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import MTPHead
 from engine.worker.patches import gated_delta_next, metal_on_cpu
 from engine.worker.patches.bare_names import bare_names
+from engine.worker.refused_families import REFUSED
 from engine.worker.rope import check_scaling, fix_long_factors
 
 log = logging.getLogger("orchard.engine")
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 STATE_VERSION = 1  # must be increased when prompts' states change: positions, images, the computation of a layer
-COMPUTED_BY = (*(f"{name} {version(name)}" for name in ("mlx", "mlx-vlm")), f"state {STATE_VERSION}")
+COMPUTED_BY = (*(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "mlx-vlm")), f"state {STATE_VERSION}")
 EVAL_BYTES = 256 * 2**20  # weights are read in pieces of this size, to report progress
 
 
@@ -112,6 +115,21 @@ def open_model(config: EngineConfig) -> OpenedModel:
     kinds = media_kinds(path, model_config)
     if (reason := unsupported_reason(module, kinds)) is not None:
         raise EngineFailed(f"models of the family {model_config['model_type']} ({path}) cannot be served: {reason}")
+    try:
+        check_fields(module.language_model, model_config)
+    except EngineFailed as error:
+        raise EngineFailed(f"the model in {path} cannot be served: {error}") from None
+    if (
+        (window := ignored_window(own_config)) is not None
+        and config.max_context_tokens is None
+        and max_context_tokens == window
+    ):
+        log.warning(
+            "the context is limited to the %s tokens of config.json's sliding_window, as the library's module of the "
+            "family %s ignores it",
+            f"{window:,}",
+            model_config["model_type"],
+        )
     rope_facts = _settle_rope(config, module.language_model, model_config, max_context_tokens)
     cast(module, choose_dtype(config.dtype, model_config))
     dtype = _main_dtype(module)
@@ -136,7 +154,9 @@ def open_config(config: EngineConfig) -> dict[str, Any]:
     own_config = read_config(path)
     choose_context(config, own_config)
     vocab_size(own_config)
-    if (reason := bidirectional_reason(own_config) or unknown_reason(own_config)) is not None:
+    Reranker.read(path)
+    refusal = REFUSED.get(str(own_config.get("model_type")))
+    if (reason := bidirectional_reason(own_config) or refusal or unknown_reason(own_config)) is not None:
         raise EngineFailed(f"models of the family {own_config.get('model_type')} ({path}) cannot be served: {reason}")
     return own_config
 

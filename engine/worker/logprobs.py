@@ -52,10 +52,21 @@ def logprobs_of(rows: Sequence[Request], logits: mx.array, tokens: mx.array) -> 
     if not asking:
         return None
     index = mx.array([i for i, _ in asking])
-    mine = logits[index].astype(mx.float32)
+    return ranked(logits[index], tokens[index], [i for i, _ in asking], [n for _, n in asking])
+
+
+def ranked(logits: mx.array, tokens: mx.array, rows: list[int], num_top: list[int]) -> Logprobs:
+    """Compute the logprobs of tokens and of the best alternatives.
+
+    Args:
+        logits: [R, L, vocab], as the model returned them.
+        tokens: int32 [R, L].
+        rows: See Logprobs.
+        num_top: See Logprobs.
+    """
+    mine = logits.astype(mx.float32)
     mine = mine - mx.logsumexp(mine, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(mine, mx.maximum(tokens[index], 0)[..., None], axis=-1)[..., 0]
-    depth = max([1, *(n for _, n in asking)])
-    ids = best_first(mine, depth)
+    chosen = mx.take_along_axis(mine, mx.maximum(tokens, 0)[..., None], axis=-1)[..., 0]
+    ids = best_first(mine, max(1, *num_top))
     top = mx.take_along_axis(mine, ids, axis=-1)
-    return Logprobs([i for i, _ in asking], [n for _, n in asking], chosen, ids.astype(mx.int32), top)
+    return Logprobs(rows, num_top, chosen, ids.astype(mx.int32), top)

@@ -7,14 +7,13 @@ chunk and with the prompt before it are solved.
 
 import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from engine.core.batch import PLAIN, Drafts, PrefillOutput, RowOutput
+from engine.core.batch import PLAIN, Drafts, ModelRunner
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import MAX_TOP_LOGPROBS, EngineRequest, SamplingParams
@@ -51,16 +50,8 @@ UNPACKED_SLOTS = 1024
 LATE_BYTES = 2**18  # constants that are allocated on first use
 
 
-class Runner(Protocol):
-    """The methods of core.batch.ModelRunner that the probes call."""
-
-    def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput: ...
-    def decode(self, drafts: Drafts = PLAIN) -> Mapping[str, RowOutput]: ...
-    def drop(self, row_ids: Sequence[str]) -> None: ...
-
-
 def measure(
-    runner: Runner,
+    runner: ModelRunner,
     snapshot: StateSnapshot,
     vision: VisionEncoder | None,
     drafts: Sequence[Drafts],
@@ -140,7 +131,7 @@ def buffer_slack() -> int:
     return 3 * GPU_PAGE_BYTES if loader.on_gpu() else 2 * CPU_PAGE_BYTES
 
 
-def _with_forwards(runner: Runner, costs: MemoryCosts, drafts: Sequence[Drafts]) -> MemoryCosts:
+def _with_forwards(runner: ModelRunner, costs: MemoryCosts, drafts: Sequence[Drafts]) -> MemoryCosts:
     """Probe with prompts of n and 3n tokens, the second in chunks of 2n and n, and with steps of one and both rows."""
     n = PROBE_TOKENS
     one, two = _row("one", n), _row("two", 3 * n)
@@ -178,7 +169,7 @@ def _of_unpacking(kv_format: KVFormat) -> float:
     return MARGIN * (_peak(lambda: mx.eval(kv_format.unpack(*packed))) - before) / UNPACKED_SLOTS
 
 
-def _asking(runner: Runner, costs: MemoryCosts, drafts: Sequence[Drafts], sampling: SamplingParams) -> int:
+def _asking(runner: ModelRunner, costs: MemoryCosts, drafts: Sequence[Drafts], sampling: SamplingParams) -> int:
     """Return the bytes of decode steps of two rows with these sampling parameters."""
     rows = [_row(name, SHORT_TOKENS, sampling) for name in ("one", "two")]
     try:
@@ -194,7 +185,7 @@ def _row(name: str, num_tokens: int, sampling: SamplingParams = GREEDY) -> Reque
     return Request(EngineRequest(name, np.zeros(num_tokens, np.int32), sampling, (1,)))
 
 
-def _decoding(runner: Runner, drafts: Sequence[Drafts]) -> int:
+def _decoding(runner: ModelRunner, drafts: Sequence[Drafts]) -> int:
     """Return the peak of plain steps and of those with the most drafts.
 
     A head or draft model computes and stores more than prompt lookup does with as many tokens, so it goes first.
@@ -203,7 +194,7 @@ def _decoding(runner: Runner, drafts: Sequence[Drafts]) -> int:
     return max(_peak(lambda one=one: _steps(runner, one)) for one in (PLAIN, *most))
 
 
-def _steps(runner: Runner, drafts: Drafts) -> None:
+def _steps(runner: ModelRunner, drafts: Drafts) -> None:
     for _ in range(NUM_STEPS):
         runner.decode(replace(drafts, is_forced=True))
 

@@ -23,6 +23,7 @@ from engine.processing.checkpoint import (
 )
 from engine.processing.context import declared_scalings
 from engine.processing.pooling import EmbeddingModel
+from engine.processing.reranker import Reranker
 from engine.processing.tokenizer_match import why_different
 from engine.protocol import EngineFailed
 from engine.worker import loader, memory, mtp_loader
@@ -97,9 +98,21 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
     yield f"sparse prefill   {'yes' if paths.sparse_prefill is None else f'no: {paths.sparse_prefill}'}"
     if draft is not None:
         yield f"draft model      {draft}: {_draft_reason(opened.path, draft) or 'has the same tokenizer'}"
-    only = "" if EmbeddingModel.read(opened.path) is None else ", and nothing else: it is an embedding model"
-    yield f"embeddings       {language_model.states_unsupported_reason() or f'yes{only}'}"
+    yield from _without_text(opened, language_model)
     yield from _memory(config, opened, RowBytes.of(language_model))
+
+
+def _without_text(opened: loader.OpenedModel, language_model: LanguageModel) -> Iterator[str]:
+    """Yield what the model gives besides text, or instead of it."""
+    reason = language_model.states_unsupported_reason()
+    if Reranker.read(opened.path) is not None:
+        yield f"scores           {reason or 'yes, and nothing else: it is a reranker'}"
+        return
+    is_embedding_model = EmbeddingModel.read(opened.path) is not None
+    only = ", and nothing else: it is an embedding model" if is_embedding_model else ""
+    yield f"embeddings       {reason or f'yes{only}'}"
+    if is_embedding_model:
+        yield f"scores           {reason or 'yes, by the cosine of two embeddings'}"
 
 
 def check_before_start(config: EngineConfig, weight_bytes: int | None = None) -> None:

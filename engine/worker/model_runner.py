@@ -27,6 +27,7 @@ from engine.device_lock import lock_device
 from engine.process_lock import ProcessLock
 from engine.processing.checkpoint import image_processor_config
 from engine.processing.patch_normalization import PatchNormalization
+from engine.processing.reranker import Reranker
 from engine.processing.vision_family import image_token_id, vision_family
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.start_phase import StartPhase
@@ -49,6 +50,7 @@ from engine.worker.draft_model import DraftModel
 from engine.worker.drafting import drafts_offered
 from engine.worker.fast_paths import FastPaths
 from engine.worker.language_model import LanguageModel
+from engine.worker.log_odds import log_odds, unsupported_reason
 from engine.worker.mtp import DraftHead, MTPHead
 from engine.worker.pooling import PooledStates
 from engine.worker.prefill import Prefill, Prompt, first_tokens
@@ -122,6 +124,7 @@ class MLXRunner:
         self.snapshots_prefixes = paths.prefix_snapshots is None and self._head is None
         self.no_sparse = paths.sparse_prefill
         self.no_pooling = self._language_model.states_unsupported_reason()
+        _check_reranker(model, self._language_model)
         self.no_bursts = paths.bursts
         self.memory_limit_bytes = memory.default_limit_bytes()
         self.fingerprint = model.fingerprint
@@ -325,6 +328,7 @@ class MLXRunner:
         if logits is None:
             return PrefillOutput(num_tokens)
         first = first_tokens(rows, logits, self.vocab_size)
+        first[0].prompt_logprobs = None if prompt.logprobs is None else prompt.logprobs.entries()
         self._forget_prompt(rows)
         moves = len(rows) == 1
         self._join(*([self._joining_row(row, prompt, one, moves)] for row, one in zip(rows, first, strict=True)))
@@ -361,7 +365,9 @@ class MLXRunner:
         if not is_complete:
             return PrefillOutput(num_tokens)
         self._forget_prompt([row])
-        return PrefillOutput(num_tokens, {row.id: RowOutput((), embedding=pooled.vector())})
+        scored = row.spec.scored_tokens
+        result = pooled.vector() if scored is None else log_odds(self._language_model, pooled.state, scored)
+        return PrefillOutput(num_tokens, {row.id: RowOutput((), embedding=result)})
 
     def _joining_row(self, row: Request, prompt: Prompt, first: RowOutput, moves: bool) -> JoiningRow:
         """Return a joining row for a complete prompt. moves: see JoiningRow."""
@@ -391,6 +397,12 @@ class MLXRunner:
         normalization = PatchNormalization.of(family.settings(image_processor_config(model.path)))
         tower = make_tower(model.module, model.config["model_type"])
         return VisionEncoder(tower, normalization, config.vision_cache_mb * 2**20)
+
+
+def _check_reranker(model: loader.LoadedModel, language_model: LanguageModel) -> None:
+    """Raise EngineFailed for a reranker whose scores cannot be computed."""
+    if Reranker.read(model.path) is not None and (reason := unsupported_reason(language_model)) is not None:
+        raise EngineFailed(f"the reranker in {model.path} cannot be served: {reason}")
 
 
 def _advance_matchers(rows: Sequence[Request], first: Sequence[RowOutput]) -> None:

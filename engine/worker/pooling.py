@@ -22,13 +22,18 @@ class PooledStates:
         mx.eval(total)
         self._sum = total
 
+    @property
+    def state(self) -> mx.array:
+        """The pooled hidden state, float32 [hidden], not normalized."""
+        assert self._sum is not None
+        return self._sum
+
     def vector(self) -> bytes | None:
         """Return the vector as little-endian float32 [hidden] of norm 1; None if it is not finite.
 
         The mean has the direction of the sum, so no division is needed. A vector of zeros stays as it is.
         """
-        assert self._sum is not None
-        vector = np.array(self._sum, np.float64)
+        vector = np.array(self.state, np.float64)
         length = float(np.linalg.norm(vector))
         if not np.isfinite(length):
             return None

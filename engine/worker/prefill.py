@@ -18,6 +18,7 @@ from engine.worker.kv_cache import SequenceCache, num_bytes, slots_like
 from engine.worker.language_model import ImageChunk, LanguageModel
 from engine.worker.mtp import DraftHead
 from engine.worker.pooling import PooledStates
+from engine.worker.prompt_logprobs import CHUNK_TOKENS, PromptLogprobs
 from engine.worker.sampling_batch import SamplingBatch
 from engine.worker.snapshot import KeysValues, KVSegment, StateSnapshot, is_finite, prefix, restore, take
 from engine.worker.vision import ImageEncoding, VisionEncoder
@@ -55,6 +56,8 @@ class Prompt:
     """Tokens computed so far."""
     pooled: PooledStates | None = None
     """Set for a request with `pooling`."""
+    logprobs: PromptLogprobs | None = None
+    """Set for a request with `prompt_logprobs` that has said nothing yet."""
     encoding: ImageEncoding | None = None
     """The image being encoded."""
 
@@ -117,6 +120,8 @@ class Prefill:
             self._head.begin(int(request.prompt_token_ids[0]), head_cache)
         prompt = Prompt(ids, successors, cache, positions, next_position, index, head_cache)
         prompt.pooled = None if request.spec.pooling is None else PooledStates(request.spec.pooling)
+        if request.spec.prompt_logprobs is not None and not request.output_token_ids:
+            prompt.logprobs = PromptLogprobs(request.spec.prompt_logprobs)
         return prompt
 
     def learn_slots(self, snapshot: StateSnapshot) -> None:
@@ -197,13 +202,19 @@ class Prefill:
     def advance(self, prompt: Prompt, max_tokens: int) -> tuple[int, mx.array | None]:
         """Compute the next chunk. Return its size, and after the last chunk the logits [1, 1, vocab], else None."""
         start = prompt.done
-        end = min(start + max_tokens, len(prompt.token_ids))
+        most = max_tokens if prompt.logprobs is None else min(max_tokens, CHUNK_TOKENS)
+        end = min(start + most, len(prompt.token_ids))
         token_ids = mx.array(prompt.token_ids[None, start:end].astype(np.int32))
         embeds = self._embed(prompt, token_ids)
         positions = prompt.positions[..., start:end]
         prompt.done = end
         logits = None
-        if end < len(prompt.token_ids):
+        if prompt.logprobs is not None:
+            every, hidden = self._language_model.extend_with_logits(token_ids, prompt.cache, positions)
+            behind = mx.array(prompt.successors[None, start : min(end, len(prompt.token_ids) - 1)].astype(np.int32))
+            prompt.logprobs.add(every[:, : behind.shape[1]], behind)
+            logits = every[:, -1:] if end == len(prompt.token_ids) else None
+        elif end < len(prompt.token_ids):
             hidden = self._language_model.extend(token_ids, embeds, prompt.cache, positions)
         else:
             logits, hidden = self._language_model.extend_to_end(token_ids, embeds, prompt.cache, positions)

@@ -118,7 +118,19 @@ class BatchRecurrentLayer(_Library):
 
     def append(self, rows: Sequence[Any]) -> "BatchRecurrentLayer":
         others = [row.slots if isinstance(row, BatchRecurrentLayer) else row.cache for row in rows]
-        return BatchRecurrentLayer([mx.concatenate(list(slots)) for slots in zip(self.slots, *others, strict=True)])
+        return BatchRecurrentLayer([stacked(slots) for slots in zip(self.slots, *others, strict=True)])
 
     def select(self, rows: mx.array, num_slots: int) -> "BatchRecurrentLayer":
         return BatchRecurrentLayer([slot[rows] for slot in self.slots])
+
+
+def stacked(slots: Sequence[mx.array]) -> mx.array:
+    """Concatenate slots [B, n, ...] of several rows; windows that are not full get zeros before their first token."""
+    longest = max(slot.shape[1] for slot in slots)
+    padding = [(longest - slot.shape[1], 0) for slot in slots]
+    return mx.concatenate(
+        [
+            mx.pad(slot, [(0, 0), before, *[(0, 0)] * (slot.ndim - 2)]) if before[0] else slot
+            for slot, before in zip(slots, padding, strict=True)
+        ]
+    )

@@ -56,6 +56,12 @@ def fix_long_factors(language_model: Any, max_context_tokens: int) -> str | None
     return chosen
 
 
+def bases_of(language_model: Any) -> set[float]:
+    """Return the bases of the model's ropes; empty if one of them only keeps the frequencies derived from its base."""
+    bases = [getattr(rope, "base", None) for rope in _ropes(language_model)]
+    return {float(base) for base in bases if base} if all(bases) else set()
+
+
 def _ropes(language_model: Any) -> Iterator[Any]:
     for _, module in language_model.named_modules():
         name = type(module).__name__

@@ -74,7 +74,7 @@ async def clear_files(engine: AsyncEngine) -> None:
 
 async def holder_of(engine: AsyncEngine, num_tokens: int) -> PrefixHolder:
     digest = await engine._thread.call(
-        lambda core: next(e.digest for e in core.prefix.cache.index.entries() if e.num_tokens == num_tokens)
+        lambda core: next(e.digest for e in core.prefix.store.nodes() if e.num_tokens == num_tokens)
     )
     return PrefixHolder(engine.placement_facts()["snapshots"], digest, num_tokens)
 

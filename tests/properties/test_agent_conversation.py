@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from deployments.http.normalize import INLINE_MARK, SystemPolicy, normalize
-from deployments.planning import PromptPlanner
-from deployments.protocol import ChatRequest, Message, Thinking, Tool
+from deployments.planners.prompt_planner import PromptPlanner
+from deployments.requests import ChatRequest, Message, Thinking, Tool
 from engine.config import EngineConfig
 from engine.protocol import EngineRequest, ImagePatches
 from engine.worker.model_runner import MLXRunner
@@ -160,7 +160,7 @@ def test_each_turn_of_an_agent_prefills_little_more_than_its_new_tokens(runner, 
     share = sum(prefilled) / sum(lengths)
     print(f"\n{nudges}: prefilled {sum(prefilled)} of {sum(lengths)} ({share:.0%}), excess {max(excess)}")  # noqa: T201
     assert share < 0.4
-    assert engines.cached.core.prefix.cache.integrity_error() is None
+    assert engines.cached.core.prefix.store.integrity_error() is None
 
 
 def test_boundaries_of_any_conversation_serve_nearly_all_of_its_known_tokens(planner):
@@ -249,7 +249,7 @@ def test_a_tenant_hits_only_its_own_snapshots(runner, planner):
     assert len({entry.tenant for entry in status.entries}) == 3
     assert secret not in repr(status), "the name of a tenant may be a password"
     assert not any(miss.stored_token_ids for miss in status.recent_misses)
-    assert engines.cached.core.prefix.cache.integrity_error() is None
+    assert engines.cached.core.prefix.store.integrity_error() is None
 
 
 def see(planner: PromptPlanner, pictures: Sequence[ImagePatches], *more: str) -> EngineRequest:

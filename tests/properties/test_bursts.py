@@ -146,7 +146,7 @@ def test_memory_of_bursts_never_exceeds_the_budget(tiny, cache):
     books.run(requests(16, (20, 33, 60), 30))
     assert books.core.stats.num_bursts
     assert books.least_margin >= 1 - HEADROOM_SHARE and books.budget.reserved_bytes == 0
-    books.core.prefix.cache.reset()
+    books.core.prefix.store.reset()
 
 
 def check_bursts_of_the_demo_model() -> None:

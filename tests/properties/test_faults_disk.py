@@ -40,9 +40,9 @@ async def evict(bench: Bench) -> None:
     def go(core: EngineCore) -> int:
         assert core.prefix._disk is not None
         core.prefix._disk._files.flush()
-        entries = [entry for entry in core.prefix.cache.index.entries() if entry.node is not None]
+        entries = [entry for entry in core.prefix.store.nodes() if entry.snapshot is not None]
         for entry in entries:
-            core.prefix.cache.evict(entry)
+            core.prefix.store.evict(entry)
         return len(entries)
 
     assert await bench.engine._thread.call(go) > 0

@@ -84,8 +84,8 @@ class Conversations:
             if rng.random() < 0.005:
                 core.free_evictable()
             self.go_on()
-        assert not core.has_work and core.prefix.cache.integrity_error() is None
-        assert core.prefix.cache.counters.num_integrity_errors == 0
+        assert not core.has_work and core.prefix.store.integrity_error() is None
+        assert core.prefix.store.counters.num_integrity_errors == 0
         memory = self.runner.memory()
         assert memory["decode_cache_bytes"] == 0 and memory["prefill_cache_bytes"] == 0
 

@@ -248,11 +248,11 @@ def test_memory_after_random_traffic_equals_the_accounted_bytes_of_the_cache(exa
         if rng.random() < 0.2:
             driver.core.abort(str(number - rng.randint(0, 2)))
         if not driver.core.has_work:
-            assert driver.core.prefix.cache.integrity_error() is None
+            assert driver.core.prefix.store.integrity_error() is None
     while driver.core.has_work:
         driver.core.step()
     prefix = driver.core.prefix
-    assert prefix.cache.integrity_error() is None and prefix.status().num_integrity_errors == 0
+    assert prefix.store.integrity_error() is None and prefix.status().num_integrity_errors == 0
     assert prefix.status().num_evicted > 10 and prefix.status().num_hits > 10
     assert driver.core.stats.num_aborted and driver.core.stats.num_failed
     held, told = _active_bytes(runner) - base, prefix.status().num_bytes

@@ -79,7 +79,7 @@ def assert_empty(driver: Driver) -> None:
     """No rows, and nobody holds a snapshot any more."""
     core, memory = driver.core, driver.core.runner.memory()
     assert not core.has_work and memory["decode_cache_bytes"] == memory["prefill_cache_bytes"] == 0
-    assert core.prefix.cache.integrity_error() is None and core.prefix.status().num_integrity_errors == 0
+    assert core.prefix.store.integrity_error() is None and core.prefix.status().num_integrity_errors == 0
     core.prefix.clear()
     assert core.prefix.status().num_bytes == core.prefix.status().num_entries == 0
 
@@ -249,7 +249,7 @@ def _storm(driver: Driver, rng: random.Random) -> None:
         if rng.random() < 0.3:
             driver.core.abort(str(number - rng.randint(0, 2)))
         if not driver.core.has_work:
-            assert driver.core.prefix.cache.integrity_error() is None
+            assert driver.core.prefix.store.integrity_error() is None
     driver.run({0: []})
     stats, status = driver.core.stats, driver.core.prefix.status()
     assert stats.num_aborted and stats.num_failed and status.num_hits and status.num_stored

@@ -346,7 +346,7 @@ class Bench:
         driver = carry_out(self.runner, traffic, self.specimens, self.faults, beginnings)
         prefix, memory = driver.core.prefix, self.runner.memory()
         assert memory["decode_cache_bytes"] == 0 and memory["prefill_cache_bytes"] == 0
-        assert prefix.cache.integrity_error() is None and prefix.status().num_integrity_errors == 0
+        assert prefix.store.integrity_error() is None and prefix.status().num_integrity_errors == 0
         for index, (_, number, _) in enumerate(traffic.arrivals):
             for choice, cold in enumerate(self.cold(number)):
                 self._compare(driver, traffic, index, choice, cold)

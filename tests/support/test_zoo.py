@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from tests.support.families import FAMILIES, UNSOUND
+from tests.support.families import FAMILIES
 from tests.support.zoo import Turn, conversation, empty_cache, incremental_greedy, load, make, prompt
 
 pytestmark = pytest.mark.night("it tests mlx_vlm and mlx_lm, whose versions are pinned: nothing of Orchard")
@@ -21,11 +21,15 @@ pytestmark = pytest.mark.night("it tests mlx_vlm and mlx_lm, whose versions are 
 LOGPROB_TOLERANCE = 1e-3  # chunks of 7 tokens change logprobs of granitemoehybrid by 1e-4
 LOGIT_TOLERANCE = 1e-3  # between the two libraries, of logits of size 9
 UNLIKE_MLX_LM = {
-    "gemma3_text": "mlx_vlm reads `rope_global_base_freq`, mlx_lm `rope_theta`, which the zoo's checkpoint sets",
     "lfm2": "mlx_lm always uses the embedding as output layer; the zoo's checkpoint has one of its own",
     "lfm2_moe": "mlx_lm always uses the embedding as output layer; the zoo's checkpoint has one of its own",
     "deepseek_v32": "mlx_vlm 0.7.10 always interleaves the indexer's rope, mlx_lm only if `indexer_rope_interleave` is "
     "set: other tokens are attended to in prompts longer than `index_topk`",
+    "recurrent_gemma": "mlx_lm computes the norms of its layers with an epsilon of 1e-5, not with rms_norm_eps",
+}
+NOT_IN_MLX_LM = {
+    "laguna": "mlx_lm names the weights of its experts otherwise",
+    "olmo": "mlx_lm's module needs the package hf_olmo",
 }
 MLX_LM_NAMES = {"mistral": "llama"}
 """Families by model_type that mlx_lm has under another name."""
@@ -55,7 +59,7 @@ def turns(model: Any) -> dict[str, Turn]:
 
 def test_checkpoint_is_tiny_and_always_the_same(name, path, tmp_path):
     weights = (path / "model.safetensors").read_bytes()
-    assert len(weights) < 2e6
+    assert len(weights) < 8e6
     assert (make(tmp_path / "again", FAMILIES[name]) / "model.safetensors").read_bytes() == weights
 
 
@@ -77,7 +81,8 @@ def _in_mlx_lm(name: str) -> str | None:
     config, quantization = FAMILIES[name].config, FAMILIES[name].quantization
     module = f"mlx_lm.models.{MLX_LM_NAMES.get(config['model_type'], config['model_type'])}"
     has_tower = "text_config" in config or "vision_config" in config
-    return None if has_tower or quantization or find_spec(module) is None else module
+    is_other = has_tower or quantization or name in NOT_IN_MLX_LM
+    return None if is_other or find_spec(module) is None else module
 
 
 def _difference(name: str, path: Path) -> float:
@@ -100,7 +105,3 @@ def test_other_library_gives_the_same_logits(family, tmp_path):
 
 def test_best_token_is_never_nearly_as_likely_as_the_second(turns):
     assert min(turn.answer.margin for turn in turns.values()) > MIN_MARGIN
-
-
-def test_unsound_families_are_not_in_the_zoo():
-    assert not UNSOUND.keys() & FAMILIES

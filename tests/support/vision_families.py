@@ -19,7 +19,16 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from engine.processing.vision_family import FAMILIES, QWEN_VL
 from engine.protocol import ImagePatches
-from tests.support.families import EXPERTS, GATED_DELTA, GEMMA, MROPE, SCALED_QUERIES, WINDOWS, text
+from tests.support.families.family import (
+    DEFAULT_BASE,
+    EXPERTS,
+    GATED_DELTA,
+    GEMMA,
+    MROPE,
+    SCALED_QUERIES,
+    WINDOWS,
+    text,
+)
 
 PATCH = 8  # pixels per side
 IMAGE_SIZE = 32  # pixels per side of towers that take one size
@@ -185,7 +194,7 @@ GEMMA3_PROCESSOR = {"image_processor_type": "Gemma3ImageProcessorFast", "size": 
 GEMMA3 = SightedFamily(
     sighted(
         "gemma3",
-        {**text("gemma3_text", GEMMA), "mm_tokens_per_image": 4},
+        {**text("gemma3_text", GEMMA, rope_theta=1e6), "mm_tokens_per_image": 4},
         {"model_type": "siglip_vision_model", **TOWER},
         hidden_size=64,
         boi_token_index=IDS["<start>"],
@@ -328,7 +337,7 @@ SIGHTED: dict[str, SightedFamily] = {
     "qwen2_5_vl": flat(qwen("qwen2_5_vl", text("qwen2_5_vl", MROPE), WINDOW_VISION, seed=4)),
     "qwen3_vl": qwen("qwen3_vl", text("qwen3_vl_text", MROPE), DEEPSTACK, seed=7),
     "qwen3_vl_moe": qwen("qwen3_vl_moe", text("qwen3_vl_moe_text", EXPERTS, MROPE), DEEPSTACK, seed=1),
-    "qwen3_5_moe": qwen("qwen3_5_moe", text("qwen3_5_moe_text", EXPERTS, GATED_DELTA), {}, seed=2),
+    "qwen3_5_moe": qwen("qwen3_5_moe", text("qwen3_5_moe_text", EXPERTS, GATED_DELTA, DEFAULT_BASE), {}, seed=2),
 }
 
 IN_WORDS: dict[str, tuple[str, str, str]] = {

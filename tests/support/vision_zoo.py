@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.support.families import VOCAB_SIZE
+from tests.support.families.family import VOCAB_SIZE
 from tests.support.vision_families import SPECIAL_TOKENS, Pixels, SightedFamily
 from tests.support.zoo import Greedy, drawn, empty_cache, greedy, new_module
 

@@ -15,8 +15,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_vlm.models.cache import make_prompt_cache
 from mlx_vlm.utils import get_model_and_args, load_model, update_module_configs
 
-from engine.worker.patches import embedding_scale
-from tests.support.families import VOCAB_SIZE, Family
+from engine.worker import mlx_lm_families, patches
+from tests.support.families.family import VOCAB_SIZE, Family
 
 NUM_TOKENS = {"first": 12, "second": 8, "short": 5}
 """Tokens of each answer of `conversation`."""
@@ -48,7 +48,8 @@ class Turn:
 def make(out: Path, family: Family) -> Path:
     """Write the family's checkpoint, without a tokenizer, in float32 or quantized; return its directory."""
     config = copy.deepcopy(family.config)
-    language_model = new_module(config).language_model
+    module = new_module(config)
+    language_model = module.language_model
     rng = np.random.default_rng(family.seed)
     parameters: Any = tree_flatten(language_model.parameters())
     weights = [(key, drawn(rng, key, value)) for key, value in sorted(parameters)]
@@ -56,16 +57,29 @@ def make(out: Path, family: Family) -> Path:
     if family.quantization is not None:
         nn.quantize(language_model, **family.quantization, class_predicate=_quantizable)
         config["quantization"] = family.quantization
-    named: Any = tree_flatten(language_model.parameters(), prefix=".language_model")
+    named = _named(module, family.has_bare_names, rng)
     out.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(out / "model.safetensors"), dict(named), metadata={"format": "mlx"})
+    mx.save_safetensors(str(out / "model.safetensors"), named, metadata={"format": "mlx"})
     (out / "config.json").write_text(json.dumps(config))
     return out
 
 
+def _named(module: Any, has_bare_names: bool, rng: np.random.Generator) -> dict[str, mx.array]:
+    """Return the language model's weights by name, and those without which the library loads no checkpoint.
+
+    It drops towers without weights, but not the arrays beside them, such as the separator of image rows.
+    """
+    language_model = module.language_model
+    [name] = [name for name, part in module.items() if part is language_model]
+    flat: Any = tree_flatten(language_model.parameters(), prefix="" if has_bare_names else f".{name}")
+    beside = {name: part for name, part in module.parameters().items() if not isinstance(module[name], nn.Module)}
+    others: Any = tree_flatten(beside)
+    return dict(flat) | {name: drawn(rng, name, value) for name, value in sorted(others)}
+
+
 def load(path: Path) -> Any:
     """Load the language model of a checkpoint with mlx_vlm, which computes some families wrongly without a patch."""
-    embedding_scale.install()
+    patches.correct_families()
     return load_model(path).language_model
 
 
@@ -124,6 +138,7 @@ def incremental_greedy(lm: Any, token_ids: list[int], num_tokens: int, chunk: in
 def new_module(config: dict[str, Any]) -> Any:
     """Return a model with the library's initial weights, configured as load_model does."""
     config = copy.deepcopy(config)
+    mlx_lm_families.register(config["model_type"])
     arch: Any = get_model_and_args(config)[0]
     for part in ("text_config", "vision_config", "audio_config"):
         config.setdefault(part, {})
@@ -140,7 +155,7 @@ def drawn(rng: np.random.Generator, name: str, weight: mx.array) -> mx.array:
     noise = rng.standard_normal(weight.shape)
     if not mx.issubdtype(weight.dtype, mx.floating):
         return weight
-    if weight.ndim == 1:
+    if weight.ndim < 2:
         values = 0.1 * noise + (0 if name.endswith("bias") else 1)
     else:
         fan_in = np.prod(weight.shape[1:]) if "conv" in name or "patch_embed" in name else weight.shape[-1]

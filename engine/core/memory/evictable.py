@@ -42,13 +42,13 @@ class EvictableMemory:
 
     def __init__(self, memory: SnapshotMemory, runner: ModelRunner):
         self._memory = memory
-        self._tree = memory.cache.tree
+        self._store = memory.store
         self._runner = runner
         self._slack = runner.costs.snapshot_slack
 
     @property
     def snapshot_bytes(self) -> int:
-        return self._tree.num_bytes + self._tree.num_in_memory * self._slack
+        return self._store.num_bytes + self._store.num_in_memory * self._slack
 
     @property
     def image_bytes(self) -> int:
@@ -61,12 +61,12 @@ class EvictableMemory:
     @property
     def pinned_bytes(self) -> int:
         """Bytes that are never evicted."""
-        return self._tree.pinned_bytes + len(self._tree.pinned) * self._slack
+        return self._store.pinned_bytes + len(self._store.pinned) * self._slack
 
     @property
     def evictable_bytes(self) -> int:
         """Bytes that can be evicted now: neither pinned snapshots nor KV segments in use by prompts in progress."""
-        return self.num_bytes - self._tree.unevictable_bytes() - len(self._tree.pinned) * self._slack
+        return self.num_bytes - self._store.unevictable_bytes() - len(self._store.pinned) * self._slack
 
     def price(self, num_bytes: int) -> float:
         """Return the expected seconds of recomputation that `evict` would cause; inf if `num_bytes` cannot be freed."""

@@ -1,154 +1,368 @@
-"""PrefixCache: the stored snapshots, whose index, tree and conversations it keeps in agreement. Pure.
+"""PrefixCache: the prefix cache as the engine sees it. Prompts in progress use it from their first chunk to their end.
 
-It decides nothing: snapshot_memory.py says which snapshots are stored and which are evicted for them.
+Each prompt is looked up when its first chunk is due. If another prompt in progress is computing its prefix, `source_of`
+names that one, so that the scheduler advances it to the boundary instead of computing the prefix twice. Snapshots are
+stored at the prompt's boundaries; if a later chunk fails, all snapshots that the prompt stored are discarded.
 """
 
+import logging
 import time
-from bisect import insort
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 
-from engine.core.prefix_cache.index import PrefixIndex
-from engine.core.prefix_cache.lineages import Lineages
-from engine.core.prefix_cache.node import CacheEntry, Snapshot, SnapshotNode
-from engine.core.prefix_cache.tree import SnapshotTree
-from engine.protocol import CacheCounters, CacheMiss
+from engine.config import BoundaryKind, PrefixCacheConfig
+from engine.core.batch import ModelRunner
+from engine.core.cost_model import CostModel
+from engine.core.prefix_cache import eligibility
+from engine.core.prefix_cache.answer_statistics import AnswerStatistics
+from engine.core.prefix_cache.disk_tier import DiskTier
+from engine.core.prefix_cache.loans import Loans
+from engine.core.prefix_cache.miss import explain
+from engine.core.prefix_cache.node import KVSegment, SnapshotNode
+from engine.core.prefix_cache.prefix_fetcher import PrefixFetcher
+from engine.core.prefix_cache.prompt_key import PromptKey
+from engine.core.prefix_cache.restorer import PrefixRestorer
+from engine.core.prefix_cache.session import PrefixCacheSession
+from engine.core.prefix_cache.snapshot_boundaries import choose_boundaries
+from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
+from engine.core.prefix_cache.snapshot_taker import SnapshotTaker
+from engine.core.prefix_cache.status import cache_status
+from engine.core.prefix_cache.store import SnapshotStore
+from engine.core.request import Request
+from engine.core.stats import Stats
+from engine.protocol import Boundary, CacheCleared, CacheMiss, CacheStatus, EngineRequest
+from engine.snapshot_store.files import SnapshotFiles
+from engine.snapshot_store.snapshot_client import SnapshotClient
 
-MAX_RECENT_MISSES = 32
+log = logging.getLogger("orchard.engine")
 
 
 class PrefixCache:
-    """Stores, uses and removes entries.
+    """Looks prompts up, restores them, takes their snapshots, and brings the KV segments of rows back.
+
+    Implements core.scheduler_context.Prefixes.
 
     Args:
+        config: Options of the prefix cache.
+        runner: Takes and restores snapshots.
+        stats: Counters to update.
+        costs: Predicts the seconds of computing and reading; learns the rate of reading from disk.
+        room: Returns the bytes that the engine has for snapshots now.
+        files: Files of the disk tier; None without one.
+        peers: Fetches prefixes from other nodes into these files; None without any.
         clock: Returns monotonic seconds.
-        file_parent: Returns None if a snapshot cannot be read from disk, else the digest of its parent there ('' for
-            none).
 
     Attributes:
-        index: Finds entries by prefix.
-        tree: The snapshots in memory.
-        lineages: The conversations that the entries belong to.
-        counters: Counters to update.
-        recent_misses: Explanations of the last misses, the newest first.
+        off_reason: Why nothing is cached, None if snapshots are cached.
+        store: The stored snapshots.
+        memory: How much memory they may take.
     """
 
     def __init__(
         self,
+        config: PrefixCacheConfig,
+        runner: ModelRunner,
+        stats: Stats,
+        costs: CostModel,
+        room: Callable[[], int],
+        files: SnapshotFiles | None = None,
+        peers: SnapshotClient | None = None,
         clock: Callable[[], float] = time.monotonic,
-        file_parent: Callable[[str], str | None] = lambda digest: None,
     ):
-        self.clock = clock
-        self.file_parent = file_parent
-        self.index = PrefixIndex()
-        self.tree = SnapshotTree()
-        self.lineages = Lineages()
-        self.counters = CacheCounters()
-        self.recent_misses: deque[CacheMiss] = deque(maxlen=MAX_RECENT_MISSES)
+        self._config = config
+        self._runner = runner
+        self._stats = stats
+        self._prompt_s = costs.prompt_s
+        self._clock = clock
+        self._sessions: dict[str, PrefixCacheSession] = {}  # by the id of the first row
+        self._next_check_s = 0.0
+        self.off_reason = runner.no_snapshots if config.enabled else "prefix_cache.enabled is false"
+        if self.off_reason is not None:
+            files = None
+        self.store = SnapshotStore(clock) if files is None else SnapshotStore(clock, files.parent_of)
+        max_bytes = runner.memory_limit_bytes if config.max_gb is None else config.max_gb * 2**30
+        self.memory = SnapshotMemory(
+            self.store, int(max_bytes), costs.prompt_s, costs.read_s, room, runner.costs.max_snapshots
+        )
+        self._disk = None if files is None else DiskTier(files, self.memory, runner, clock, costs)
+        self._loans = Loans(self.memory, self._disk, runner)
+        fetcher = None
+        if peers is not None and self._disk is not None:
+            fetcher = PrefixFetcher(peers, self._disk.adopt, costs, clock)
+        self._answers = AnswerStatistics(config.answers)
+        self._restorer = PrefixRestorer(runner, self.memory, self._loans, self._disk, fetcher)
+        self._taker = SnapshotTaker(runner, self.memory, self._loans, self._disk, self._answers, config.min_tokens)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all snapshots in memory."""
-        return self.tree.num_bytes
+    # Prompts that have not begun
 
-    def use(self, entry: CacheEntry) -> SnapshotNode:
-        """Record a use by a prompt that continues the entry, and hold its node, see `SnapshotTree.hold`."""
-        self.lineages.used(entry, self.clock())
-        entry.num_hits += 1
-        entry.is_resume_point = False
-        self.touch(entry)
-        return self.tree.hold(entry)
+    def num_cached(self, row: Request) -> int:
+        """Return how many tokens of a row's prompt are cached now; does not count as a use."""
+        if not self._is_used_by(row):
+            return 0
+        key, counters = eligibility.key_of(row, self._runner), self.store.counters
+        version = (len(key), counters.num_stored, counters.num_evicted, len(self.store))
+        if row.cached_hint is None or row.cached_hint[0] != version:
+            node = self.store.match(key, eligibility.max_tokens(row, key))
+            row.cached_hint = version, 0 if node is None else node.num_tokens
+        return row.cached_hint[1]
 
-    def touch(self, entry: CacheEntry) -> None:
-        """Mark an entry and its ancestors as used now."""
-        now = self.clock()
-        for one in self.index.path(entry):
-            one.used_s = one.lineage.seen_s = now
-            self.index.touch(one)
-            self.tree.touch(one)
+    def peek(self, spec: EngineRequest) -> int:
+        """Return how many tokens of a prompt are cached.
 
-    def add(self, entry: CacheEntry) -> None:
-        """Add an entry whose snapshot is only on disk."""
-        assert entry.node is None
-        entry.lineage = self.lineages.started(entry.kind, entry.used_s)
-        self._insert(entry)
+        They count as used, so that a plan based on them still finds them.
+        """
+        if self.off_reason is not None:
+            return 0
+        key = eligibility.key_of_tokens(spec, spec.token_ids, self._runner)
+        node = self.store.match(key, len(key) - 1)
+        if node is None:
+            return 0
+        self.store.touch(node)
+        return node.num_tokens
 
-    def put(self, entry: CacheEntry, snapshot: Snapshot, parent: SnapshotNode | None, segment_bytes: int) -> None:
-        """Store a snapshot, for which there must be memory.
+    def source_of(self, row: Request) -> Request | None:
+        """Return the first row of the prompt in progress that will store the longest prefix of this row's prompt.
+
+        None if a prefix as long is cached already, or no prompt in progress shares one.
+        """
+        others = [one for one in self._sessions.values() if one.row is not row and one.has_restored and one.todo]
+        if not others or not self._is_used_by(row) or row.id in self._sessions:
+            return None
+        key = eligibility.key_of(row, self._runner)
+        longest, source = self.num_cached(row), None
+        for other in others:
+            if other.key.tenant != key.tenant:
+                continue
+            num_common = min(key.num_common(other.key), eligibility.max_tokens(row, key))
+            reached = max((b.num_tokens for b in other.todo if b.num_tokens <= num_common), default=0)
+            if reached >= longest + self._config.min_tokens:
+                longest, source = reached, other.row
+        return source
+
+    def boundary_digests(self, row: Request) -> list[tuple[BoundaryKind, int, str]]:
+        """Return kind, number of tokens and digest of each boundary of a prompt; empty if it does not use the cache."""
+        if not self._is_used_by(row) or not row.spec.boundaries:
+            return []
+        key = eligibility.key_of(row, self._runner)
+        digests = dict(key.digests(sorted(one.num_tokens for one in row.spec.boundaries)))
+        return [(b.kind, b.num_tokens, digests[b.num_tokens]) for b in row.spec.boundaries if b.num_tokens in digests]
+
+    def assign(self, rows: Sequence[Request]) -> None:
+        """Count the keys and values that a request will take over from the cache as the request's memory."""
+        row = rows[0]
+        if not eligibility.may_lend(rows) or self.num_cached(row) == 0:
+            return
+        key = eligibility.key_of(row, self._runner)
+        node = self.store.match(key, eligibility.max_tokens(row, key), in_memory=True)
+        if node is not None:
+            self._loans.assign(row.id, node)
+
+    def revoke(self, rows: Sequence[Request]) -> None:
+        """Undo `assign` for a request that is not admitted."""
+        self._loans.revoke(rows[0].id)
+
+    # Prompts in progress
+
+    def begin(self, rows: Sequence[Request], wait_s: float = 0.0, copy_s: float = 0.0) -> bool:
+        """Restore the longest stored prefix of a prompt that has not begun.
 
         Args:
-            entry: A new entry with its lineage, or one that was only on disk.
-            snapshot: The snapshot.
-            parent: The node before the snapshot's own KV segment.
-            segment_bytes: Bytes of the KV segment that count as the cache's.
+            rows: The rows that share the prompt.
+            wait_s: How long to wait for the disk or another node, in seconds.
+            copy_s: How long to copy layers read from disk to the device, in seconds; at least one layer is copied.
+
+        Returns:
+            False while the prefix is still being fetched or read from disk: call again in the next step.
         """
-        self.tree.add(entry, snapshot, parent, segment_bytes)
-        insort(entry.lineage.entries, entry, key=lambda one: one.num_tokens)
-        self.counters.num_stored += 1
-        if self.index.get(entry.digest) is None:
-            self._insert(entry)
-        self.touch(entry)
+        row = rows[0]
+        if not self._is_used_by(row):
+            return True
+        session = self._sessions.get(row.id)
+        if session is None:
+            key = eligibility.key_of(row, self._runner)
+            session = PrefixCacheSession(row, key, eligibility.max_tokens(row, key), holder=row.spec.holder)
+            self._sessions[row.id] = session
+        elif session.has_restored:
+            return True
+        if not self._restorer.restore(rows, session, wait_s, copy_s):
+            return False
+        if session.base is None:
+            self._loans.revoke(row.id)
+        else:
+            self._answers.used(session.base.kind)
+        num_cached, miss = row.num_prefilled, None
+        if not row.num_generated:  # a preempted row was recorded before
+            miss = self._record(rows, session.key, num_cached)
+        saved_s = self._prompt_s(0, num_cached) if num_cached else 0.0
+        for one in rows:
+            one.record.restored(num_cached, saved_s, miss)
+        session.todo = self._boundaries(row, session.key, num_cached)
+        return True
 
-    def evict(self, entry: CacheEntry) -> None:
-        """Remove an entry from memory, and remember it as a ghost unless it stays on disk."""
-        self.counters.num_evicted += 1
-        self.lineages.evicted(entry)
-        parent = self.file_parent(entry.digest)
-        if parent is not None:
-            self.forget_memory(entry)
-            entry.parent = parent or None
+    def clip(self, rows: Sequence[Request], max_tokens: int) -> int:
+        """Return the size of a chunk of at most `max_tokens` that ends where the runner must take a snapshot.
+
+        A chunk always ends with the system part, which other prompts may wait for.
+        """
+        session = self._sessions.get(rows[0].id)
+        if session is None:
+            return max_tokens
+        ends = [b.num_tokens for b in session.todo if b.kind == "system" or not self._runner.snapshots_prefixes]
+        return min([max_tokens, *(end - rows[0].num_prefilled for end in ends)])
+
+    def take_at_boundaries(self, rows: Sequence[Request]) -> None:
+        """Take the snapshots at the boundaries that the last chunk of a prompt has reached or passed."""
+        if (session := self._sessions.get(rows[0].id)) is not None:
+            self._taker.take_at_boundaries(rows, session)
+
+    def take_prompt(self, rows: Sequence[Request], num_tokens: int) -> None:
+        """Take the state of a preempted prompt after its first `num_tokens` tokens."""
+        if (session := self._sessions.get(rows[0].id)) is not None:
+            self._taker.take_prompt(rows, session, num_tokens)
+
+    def end(self, row_ids: Iterable[str], failed: bool = False) -> None:
+        """End the sessions of these prompts. failed: discard the snapshots that they have stored."""
+        for row_id in row_ids:
+            if (session := self._sessions.pop(row_id, None)) is not None:
+                self._end(session, failed)
+
+    # Rows
+
+    def take_answer(self, row: Request) -> SnapshotNode | None:
+        """Take the state after a complete answer, whose row the runner still has; return None if it is not stored."""
+        return self._taker.take_answer(row) if self.off_reason is None else None
+
+    def take_row(self, row: Request) -> None:
+        """Take the state of a preempted decoding row, which the runner still has."""
+        if self.off_reason is None:
+            self._taker.take_row(row)
+
+    @contextmanager
+    def dropping(self, row_ids: Sequence[str]) -> Iterator[Mapping[str, Sequence[KVSegment]]]:
+        """End the sessions of rows that the runner drops within the block, and bring their KV segments back.
+
+        Yields:
+            The segments to copy back, by row id; those that are not copied back are lost.
+        """
+        self.end(row_ids)
+        with self._loans.dropping(row_ids) as lent:
+            yield lent
+
+    def lost(self, row_ids: Sequence[str]) -> None:
+        """Evict the snapshots whose keys and values the runner has lost with these rows."""
+        self._loans.lost(row_ids)
+
+    # The disk tier
+
+    def write_behind(self) -> None:
+        """Retry postponed writes to disk."""
+        if self._disk is not None:
+            self._disk.write_waiting()
+
+    def write_now(self, digest: str) -> bool:
+        """Write a snapshot that is only in memory to disk, for another node.
+
+        Keys and values that are lent to a row are copied back, as for a prompt of this node.
+
+        Returns:
+            Whether it is on disk, or queued for writing.
+        """
+        node = self.store.get(digest)
+        if self._disk is None or node is None:
+            return False
+        if node.snapshot is not None and self._disk.lacks(node) and self._loans.copy_back(node):
+            self._disk.write(node)
+        return not self._disk.lacks(node)
+
+    def adopt(self, digest: str) -> None:
+        """Add a snapshot whose file another node has sent, and its ancestors. Unknown digests are ignored."""
+        if self._disk is not None:
+            self._disk.adopt(digest)
+
+    def clear_files(self) -> Future[int] | None:
+        """Remove all files; return the future of their number, None without a disk tier."""
+        return self._disk.clear() if self._disk is not None else None
+
+    def disk_status(self) -> dict[str, int] | None:
+        """Return the figures of the disk tier; None without one."""
+        return self._disk.status() if self._disk is not None else None
+
+    # The whole cache
+
+    def check_integrity(self) -> None:
+        """Check the cache's consistency while no prompt is in progress, using at most a thousandth of the time.
+
+        An inconsistent cache is emptied, because it might serve wrong tokens.
+        """
+        assert not self._sessions
+        if (began_s := self._clock()) < self._next_check_s:
             return
-        self.lineages.remember(entry, "evicted")
-        self.forget(entry)
+        if (error := self.store.integrity_error()) is not None:
+            log.error("the prefix cache is inconsistent and is cleared: %s", error)
+            self.store.reset()
+            self.store.counters.num_integrity_errors += 1
+            if self._disk is not None:
+                self._disk.clear()
+        now = self._clock()
+        self._next_check_s = now + 1000 * (now - began_s)
 
-    def evict_behind(self, node: SnapshotNode) -> None:
-        """Evict all entries that need the node's KV segment, which is lost."""
-        for entry in sorted(self.tree.entries_behind(node), key=lambda entry: -entry.num_tokens):
-            self.evict(entry)
+    def clear(self) -> CacheCleared:
+        """Remove all snapshots from memory but pinned ones."""
+        return CacheCleared(*self.store.clear())
 
-    def forget(self, entry: CacheEntry) -> None:
-        """Remove an entry without remembering it as a ghost."""
-        self.index.remove(entry)
-        self.forget_memory(entry)
+    def status(self) -> CacheStatus:
+        """Return the status of the prefix cache and its disk tier."""
+        return cache_status(self.memory, self.off_reason, self.disk_status())
 
-    def forget_memory(self, entry: CacheEntry) -> None:
-        """Drop the snapshot of an entry from memory; its file may remain."""
-        if entry.node is not None:
-            entry.lineage.entries.remove(entry)
-            self.tree.remove(entry)
+    def close(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` for pending writes, then release all snapshots on the device thread."""
+        self.end(list(self._sessions))
+        if self._disk is not None:
+            self._loans.write_all()
+            self._disk.shut_down(timeout_s)
+        self.store.reset()
 
-    def prune(self) -> None:
-        """Remove entries that were only on disk and whose files have been removed."""
-        for entry in [e for e in self.index.entries() if e.node is None and self.file_parent(e.digest) is None][::-1]:
-            self.lineages.remember(entry, "evicted")
-            self.forget(entry)
+    def _is_used_by(self, row: Request) -> bool:
+        """Return whether a row's prompt may continue from a snapshot."""
+        has_started = bool(row.output_token_ids)  # then the logprobs of its prompt have been sent
+        return self.off_reason is None and (has_started or not row.spec.computes_all)
 
-    def clear(self) -> tuple[int, int]:
-        """Remove everything but pinned entries and their ancestors. Return the entries and bytes freed."""
-        pinned = self.tree.pinned.values()
-        kept = {one.digest for entry in pinned for one in self.index.path(entry) if one.node is not None}
-        removed, before = [entry for entry in self.index.entries() if entry.digest not in kept][::-1], self.num_bytes
-        for entry in removed:
-            self.lineages.remember(entry, "cleared")
-            self.forget(entry)
-        return len(removed), before - self.num_bytes
+    def _end(self, session: PrefixCacheSession, failed: bool) -> None:
+        if failed:
+            for node in filter(None, map(self.store.get, session.stored)):
+                if self._disk is not None:
+                    self._disk.forget(node)
+                else:
+                    self.store.forget(node)
+            self._loans.lost([session.row.id])
+        if session.base is not None:
+            self.store.release(session.base)
+        self._restorer.end(session)
 
-    def reset(self) -> None:
-        """Drop everything, including state that an integrity error has made inconsistent."""
-        self.tree.clear()
-        self.index.clear()
-        self.lineages.clear()
+    def _record(self, rows: Sequence[Request], key: PromptKey, num_cached: int) -> CacheMiss | None:
+        """Count a hit or a miss. Returns why the prompt got fewer cached tokens than it could have."""
+        spec, counters = rows[0].spec, self.store.counters
+        for row in rows:
+            row.num_cached = min(num_cached, len(spec.token_ids))  # the snapshot may contain a part of the answer
+        if spec.sparse is not None and not num_cached and not spec.sparse.num_dense:
+            return None  # nothing could have been cached
+        self._stats.num_cached_tokens += num_cached
+        counters.num_cached_tokens += num_cached
+        counters.num_hits += num_cached > 0
+        counters.num_misses += num_cached == 0
+        if spec.sparse is not None and num_cached >= spec.sparse.num_dense:
+            return None  # as much as its plan allows
+        miss = explain(self.store, spec.request_id, key, spec.origin, num_cached, self._config.min_tokens)
+        if miss is not None:
+            self.store.recent_misses.appendleft(miss)
+            if not num_cached:
+                counters.misses[miss.reason] = counters.misses.get(miss.reason, 0) + 1
+        return miss
 
-    def integrity_error(self) -> str | None:
-        """Return the first inconsistency found while no prompt is being prefilled; None without one."""
-        entries = list(self.index.entries())
-        if (error := self.tree.integrity_error(entries)) is not None:
-            return error
-        in_lineages = sum(len(lineage.entries) for lineage in {entry.lineage for entry in entries})
-        if in_lineages != self.tree.num_in_memory:
-            return f"the lineages have {in_lineages} snapshots, but {self.tree.num_in_memory} are in memory"
-        return self.index.integrity_error()
-
-    def _insert(self, entry: CacheEntry) -> None:
-        self.index.insert(entry)
-        self.lineages.stored(entry.digest)
+    def _boundaries(self, row: Request, key: PromptKey, start: int) -> list[Boundary]:
+        """Return where to take snapshots: at boundaries of configured kinds before the first skipped token."""
+        spec, kinds = row.spec, {*self._config.boundaries, *(("system",) if row.spec.pinned else ())}
+        wanted = [*spec.boundaries, Boundary("prompt", len(spec.token_ids) - 1)]
+        wanted = [one for one in wanted if one.kind in kinds and one.num_tokens <= row.num_dense_tokens]
+        return choose_boundaries(wanted, key, self._config.min_tokens, start, spec.pinned)

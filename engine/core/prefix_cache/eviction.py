@@ -4,15 +4,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from engine.core.prefix_cache.node import CacheEntry, Lineage, SnapshotNode
+from engine.core.prefix_cache.node import Lineage, SnapshotNode
 from engine.core.prefix_cache.reuse_forecast import ReuseForecast, odds_key_of
 
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """An entry to evict, given that all entries before it in the order are evicted."""
+    """A snapshot to evict, given that all those before it in the order are evicted."""
 
-    entry: CacheEntry
+    node: SnapshotNode
     freed_bytes: int
     lost_s: float
     """Seconds to recompute or read the snapshot again, from the nearest one before it that is in memory."""
@@ -23,27 +23,27 @@ class Victim:
 
 
 class EvictionOrder:
-    """Iterates over entries by lost_s * rate / freed_bytes, the smallest first; ties keep the given order.
+    """Iterates over snapshots by lost_s * rate / freed_bytes, the smallest first; ties keep the given order.
 
-    Nothing is evicted here: the effects of planned evictions are tracked separately. A heap holds each entry's density
-    at the time when it was pushed. Most planned evictions raise the density of other entries, which is corrected
-    lazily: an entry whose density has grown is pushed back when it is popped. The density of the entry before a victim
+    Nothing is evicted here: the effects of planned evictions are tracked separately. A heap holds each node's density
+    at the time when it was pushed. Most planned evictions raise the density of other nodes, which is corrected
+    lazily: a node whose density has grown is pushed back when it is popped. The density of the node before a victim
     may fall, as its eviction may now free more KV segments: it is pushed again at once.
 
     Args:
-        entries: Entries with snapshots in memory that are not pinned.
+        nodes: Snapshots in memory that are not pinned.
         forecast: Predicts reuse.
-        cost: Returns the seconds to restore an entry's snapshot, given the tokens in memory before it.
+        cost: Returns the seconds to restore a snapshot, given the tokens in memory before it.
         now: Monotonic seconds.
-        passed: A lineage that is about to get a longer snapshot, so that no entry of it is the tip (see Stage in
+        passed: A lineage that is about to get a longer snapshot, so that no node of it is the tip (see Stage in
             reuse_forecast.py).
     """
 
     def __init__(
         self,
-        entries: Iterable[CacheEntry],
+        nodes: Iterable[SnapshotNode],
         forecast: ReuseForecast,
-        cost: Callable[[CacheEntry, int], float],
+        cost: Callable[[SnapshotNode, int], float],
         now: float,
         passed: Lineage | None = None,
     ):
@@ -51,51 +51,49 @@ class EvictionOrder:
         self._cost = cost
         self._now = now
         self._passed = passed
-        self._planned: set[CacheEntry] = set()
+        self._planned: set[SnapshotNode] = set()
         self._num_freed_dependents: dict[SnapshotNode, int] = {}
-        self._rank = {entry: i for i, entry in enumerate(entries)}
-        self._heap = [(self._density(entry), i, entry) for entry, i in self._rank.items()]
+        self._rank = {node: i for i, node in enumerate(nodes)}
+        self._heap = [(self._density(node), i, node) for node, i in self._rank.items()]
         heapify(self._heap)
 
     def __iter__(self) -> Iterator[Victim]:
         while self._heap:
-            density, rank, entry = heappop(self._heap)
-            if entry in self._planned:
+            density, rank, node = heappop(self._heap)
+            if node in self._planned:
                 continue
-            victim = self._victim(entry)
+            victim = self._victim(node)
             if (changed := _density(victim)) > density:
-                heappush(self._heap, (changed, rank, entry))
+                heappush(self._heap, (changed, rank, node))
                 continue
-            in_front = self._plan(entry)
-            if in_front is not None and in_front in self._rank:  # pinned entries are not
+            in_front = self._plan(node)
+            if in_front is not None and in_front in self._rank:  # pinned ones are not
                 heappush(self._heap, (self._density(in_front), self._rank[in_front], in_front))
             yield victim
 
-    def _density(self, entry: CacheEntry) -> float:
-        return _density(self._victim(entry))
+    def _density(self, node: SnapshotNode) -> float:
+        return _density(self._victim(node))
 
-    def _victim(self, entry: CacheEntry) -> Victim:
-        node, lineage = entry.node, entry.lineage
-        assert node is not None
+    def _victim(self, node: SnapshotNode) -> Victim:
         in_front = self._in_front_of(node)
-        lost_s = self._cost(entry, in_front.num_tokens if in_front is not None else 0)
-        key = odds_key_of(entry, self._tip(entry))
+        lost_s = self._cost(node, in_front.num_tokens if in_front is not None else 0)
+        lineage, key = node.lineage, odds_key_of(node, self._tip(node))
         rate = self._forecast.rate(lineage, key, self._now)
-        return Victim(entry, self._freed_bytes(node), lost_s, rate, self._forecast.probability(lineage, key, self._now))
+        return Victim(node, self._freed_bytes(node), lost_s, rate, self._forecast.probability(lineage, key, self._now))
 
-    def _tip(self, entry: CacheEntry) -> CacheEntry | None:
-        if entry.lineage is self._passed:
+    def _tip(self, node: SnapshotNode) -> SnapshotNode | None:
+        if node.lineage is self._passed:
             return None
-        return next((e for e in reversed(entry.lineage.entries) if e not in self._planned), None)
+        return next((one for one in reversed(node.lineage.nodes) if one not in self._planned), None)
 
-    def _in_front_of(self, node: SnapshotNode) -> CacheEntry | None:
+    def _in_front_of(self, node: SnapshotNode) -> SnapshotNode | None:
         parent = node.parent
         while parent is not None and self._is_freed(parent):
             parent = parent.parent
-        return parent.entry if parent is not None else None
+        return parent
 
     def _is_freed(self, node: SnapshotNode) -> bool:
-        return node.snapshot is None or node.entry in self._planned
+        return node.snapshot is None or node in self._planned
 
     def _num_dependents(self, node: SnapshotNode) -> int:
         return node.num_dependents - self._num_freed_dependents.get(node, 0)
@@ -110,15 +108,15 @@ class EvictionOrder:
             num_dependents = self._num_dependents(at) - 1
         return num_bytes
 
-    def _plan(self, entry: CacheEntry) -> CacheEntry | None:
-        """Mark an entry as evicted and return the nearest entry before it whose freed bytes may have changed."""
-        self._planned.add(entry)
-        node = entry.node
+    def _plan(self, victim: SnapshotNode) -> SnapshotNode | None:
+        """Mark a node as evicted and return the nearest one before it whose freed bytes may have changed."""
+        self._planned.add(victim)
+        node: SnapshotNode | None = victim
         while node is not None and self._is_freed(node) and self._num_dependents(node) == 0:
             node = node.parent
             if node is not None:
                 self._num_freed_dependents[node] = self._num_freed_dependents.get(node, 0) + 1
-        return node.entry if node is not None and not self._is_freed(node) else None
+        return node if node is not None and not self._is_freed(node) else None
 
 
 def _density(victim: Victim) -> float:

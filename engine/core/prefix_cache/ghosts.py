@@ -22,7 +22,7 @@ class Ghost:
     lineage: Lineage
     given_up_as: OddsKey | None
     """The odds key under which it was counted as unused; None once a prompt has come back to it."""
-    prompt: str
+    row_id: str
     """Id of the row whose snapshot was rejected; '' for one that was evicted."""
 
 

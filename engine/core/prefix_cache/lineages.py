@@ -4,7 +4,7 @@ from typing import Literal
 
 from engine.config import SnapshotKind
 from engine.core.prefix_cache.ghosts import Ghost, Ghosts
-from engine.core.prefix_cache.node import CacheEntry, Lineage
+from engine.core.prefix_cache.node import Lineage, SnapshotNode
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.reuse_forecast import ReuseForecast, odds_key, odds_key_of
 
@@ -21,21 +21,22 @@ class Lineages:
         return self._ghosts.longest(key, min_tokens, max_tokens)
 
     def of_new(
-        self, key: PromptKey, kind: SnapshotKind, in_front: CacheEntry | None, prompt: str, now: float
+        self, key: PromptKey, kind: SnapshotKind, in_front: SnapshotNode | None, row_id: str, now: float
     ) -> Lineage:
         """Return the lineage of a new snapshot: that of its longest ghost, that of its parent, or a new one.
 
         Args:
             key: The tokens before its boundary.
             kind: Kind of its boundary.
-            in_front: The entry that the snapshot is computed after, though it may have been evicted meanwhile.
-            prompt: Id of the row whose prompt it belongs to. A ghost of the same prompt does not count as a return.
+            in_front: The node that the snapshot is computed after, though it may have been evicted meanwhile.
+            row_id: The row whose tokens it has; '' if unknown. A rejected snapshot for which the same row asks again
+                does not count as a return.
             now: Monotonic seconds.
         """
         num_in_front = in_front.num_tokens if in_front is not None else 0
         ghost = self._ghosts.longest(key, num_in_front + 1, len(key))
         if ghost is not None:
-            if not prompt or ghost.prompt != prompt:
+            if not row_id or ghost.row_id != row_id:
                 self._came_back(ghost, in_front, now)
             if not ghost.lineage.is_shared or ghost.num_tokens == len(key):
                 return ghost.lineage
@@ -51,35 +52,33 @@ class Lineages:
         """Return the expected uses per second of a snapshot stored as the last of its lineage."""
         return self.forecast.rate(lineage, _new_odds_key(lineage, kind), now)
 
-    def used(self, entry: CacheEntry, now: float) -> None:
-        """Record that a prompt continues an entry, which is in memory."""
-        lineage = entry.lineage
-        is_tip = lineage.entries[-1] is entry
-        self.forecast.used(odds_key_of(entry, lineage.entries[-1]))
-        if entry.given_up_as is not None and (lineage.is_abandoned or not is_tip):
-            self.forecast.regret(entry.given_up_as)
-        entry.given_up_as, lineage.is_abandoned = None, False
-        if is_tip and len(lineage.entries) > 1:
-            self._give_up(lineage.entries[-2])
+    def used(self, node: SnapshotNode, now: float) -> None:
+        """Record that a prompt continues a node, which is in memory."""
+        lineage = node.lineage
+        is_tip = lineage.nodes[-1] is node
+        self.forecast.used(odds_key_of(node, lineage.nodes[-1]))
+        if node.given_up_as is not None and (lineage.is_abandoned or not is_tip):
+            self.forecast.regret(node.given_up_as)
+        node.given_up_as, lineage.is_abandoned = None, False
+        if is_tip and len(lineage.nodes) > 1:
+            self._give_up(lineage.nodes[-2])
         elif not is_tip:
-            self._fork(entry)
-        self.forecast.returned(entry.lineage, now)
+            self._fork(node)
+        self.forecast.returned(node.lineage, now)
 
-    def evicted(self, entry: CacheEntry) -> None:
-        """Record that an entry, still in its lineage, is about to be evicted."""
-        self._give_up(entry)
+    def evicted(self, node: SnapshotNode) -> None:
+        """Record that a node, still in its lineage, is about to be evicted."""
+        self._give_up(node)
 
-    def rejected(self, key: PromptKey, kind: SnapshotKind, lineage: Lineage, prompt: str) -> None:
+    def rejected(self, node: SnapshotNode, row_id: str) -> None:
         """Record that a snapshot is not stored because others are worth more."""
-        odds = _new_odds_key(lineage, kind)
+        odds = _new_odds_key(node.lineage, node.kind)
         self.forecast.unused(odds)
-        self._ghosts.add(key.digest(), Ghost(kind, len(key), "evicted", lineage, odds, prompt))
+        self._ghosts.add(node.digest, Ghost(node.kind, node.num_tokens, "evicted", node.lineage, odds, row_id))
 
-    def remember(self, entry: CacheEntry, reason: Literal["evicted", "cleared"]) -> None:
-        """Keep a ghost of an entry that is no longer stored."""
-        self._ghosts.add(
-            entry.digest, Ghost(entry.kind, entry.num_tokens, reason, entry.lineage, entry.given_up_as, "")
-        )
+    def remember(self, node: SnapshotNode, reason: Literal["evicted", "cleared"]) -> None:
+        """Keep a ghost of a node that is no longer stored."""
+        self._ghosts.add(node.digest, Ghost(node.kind, node.num_tokens, reason, node.lineage, node.given_up_as, ""))
 
     def stored(self, digest: str) -> None:
         """Remove the ghost of a boundary that is stored again."""
@@ -88,7 +87,7 @@ class Lineages:
     def clear(self) -> None:
         self._ghosts.clear()
 
-    def _came_back(self, ghost: Ghost, in_front: CacheEntry | None, now: float) -> None:
+    def _came_back(self, ghost: Ghost, in_front: SnapshotNode | None, now: float) -> None:
         """Record that a prompt would have used a snapshot that is not stored."""
         if ghost.given_up_as is not None:
             self.forecast.regret(ghost.given_up_as)
@@ -97,31 +96,31 @@ class Lineages:
             if in_front is None or in_front.lineage is not ghost.lineage:  # else `used` has recorded the return
                 self.forecast.returned(ghost.lineage, now)
 
-    def _give_up(self, entry: CacheEntry) -> None:
-        """Count an entry, which is in its lineage, as unused."""
-        if entry.given_up_as is None:
-            entry.given_up_as = odds_key_of(entry, entry.lineage.entries[-1])
-            self.forecast.unused(entry.given_up_as)
+    def _give_up(self, node: SnapshotNode) -> None:
+        """Count a node, which is in its lineage, as unused."""
+        if node.given_up_as is None:
+            node.given_up_as = odds_key_of(node, node.lineage.nodes[-1])
+            self.forecast.unused(node.given_up_as)
 
-    def _fork(self, entry: CacheEntry) -> None:
-        """Record that a prompt continues an entry that is not the last of its lineage.
+    def _fork(self, node: SnapshotNode) -> None:
+        """Record that a prompt continues a node that is not the last of its lineage.
 
         At first use, the conversation is assumed to continue from here, as with templates that render the end of a
-        prompt differently in the next one: the entries after it are given up. An entry that was used before is a prefix
+        prompt differently in the next one: the nodes after it are given up. A node that was used before is a prefix
         shared by several conversations, and gets a lineage of its own.
         """
-        lineage = entry.lineage
-        at = lineage.entries.index(entry)
-        if entry.num_hits:
-            del lineage.entries[at]
-            entry.lineage = Lineage(True, False, entry.used_s, entry.used_s, entries=[entry])
+        lineage = node.lineage
+        at = lineage.nodes.index(node)
+        if node.num_hits:
+            del lineage.nodes[at]
+            node.lineage = Lineage(True, False, node.used_s, node.used_s, nodes=[node])
             return
-        behind = lineage.entries[at + 1 :]
+        behind = lineage.nodes[at + 1 :]
         for one in behind:
             self._give_up(one)
-        del lineage.entries[at + 1 :]
+        del lineage.nodes[at + 1 :]
         for one in behind:
-            one.lineage = Lineage(False, True, lineage.used_s, lineage.seen_s, entries=[one])
+            one.lineage = Lineage(False, True, lineage.used_s, lineage.seen_s, nodes=[one])
 
 
 def _new_odds_key(lineage: Lineage, kind: SnapshotKind) -> tuple[SnapshotKind, str, int]:

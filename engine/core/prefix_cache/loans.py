@@ -4,223 +4,214 @@ A row that continues a conversation needs all its keys and values in its own cac
 snapshot that nothing else needs move there, and are copied back when the row finishes, is aborted or is preempted:
 they exist once. KV segments that other prompts need as well, such as system prompts, are copied and stay.
 
-A loan begins with the admission of the row, whose reservation covers all of its tokens: from then on the lent bytes
-count as the row's (`promise`). The arrays move when the prompt begins (`lend`). Snapshots that the row stores at its
-boundaries are lent from the beginning (`add`). A prompt that continues a lent snapshot gets a copy from the row
-(`copy_back`).
+A row owns a KV segment (`SnapshotNode.owner`) from its admission on, as its reservation covers all of its tokens
+(`assign`). The arrays move when the prompt begins (`move`). Snapshots that the row stores at its boundaries are its own
+from the beginning. A prompt that continues a snapshot of another row gets a copy from that row (`copy_back`).
 
-When a snapshot with a lent segment is evicted, only its recurrent state is freed. If longer snapshots or prompts in
-progress need the segment, it stays lent and is copied back for them; otherwise the loan ends without a copy.
+When a snapshot whose KV segment has an owner is evicted, only its recurrent state is freed. If longer snapshots or
+prompts in progress need the segment, it stays with the row and is copied back for them; otherwise the loan ends without
+a copy.
 """
 
+import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from engine.core.batch import ModelRunner
-from engine.core.prefix_cache.node import CacheEntry, KVSegment, SnapshotNode
+from engine.core.prefix_cache.disk_tier import DiskTier
+from engine.core.prefix_cache.node import KVSegment, SnapshotNode
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
+
+log = logging.getLogger("orchard.engine")
 
 
 class Loans:
-    """Tracks which KV segments are lent to which row; the tree counts their bytes."""
+    """Gives KV segments to rows and brings them back: into memory, or onto disk where memory has no room for them.
 
-    def __init__(self, memory: SnapshotMemory, runner: ModelRunner):
+    Args:
+        memory: The cache's memory.
+        disk: The disk tier; None without one.
+        runner: Has the keys and values of rows.
+    """
+
+    def __init__(self, memory: SnapshotMemory, disk: DiskTier | None, runner: ModelRunner):
         self._memory = memory
-        self._tree = memory.cache.tree
+        self._store = memory.store
+        self._disk = disk
         self._runner = runner
-        self._of_row: dict[str, list[SnapshotNode]] = {}  # by row id, in the order of the tokens
-        self._leaving: list[
-            tuple[SnapshotNode, list[SnapshotNode]]
-        ] = []  # a chain's first node, and nodes to write first
 
-    @property
-    def row_ids(self) -> list[str]:
-        """Ids of the rows with lent or promised KV segments."""
-        return list(self._of_row)
+    def assign(self, row_id: str, node: SnapshotNode) -> None:
+        """Count the KV segments that the row will probably continue as the row's memory, unless it owns some already.
 
-    def promise(self, row_id: str, entry: CacheEntry) -> bool:
-        """Count the KV segments that the row will probably continue as the row's memory.
-
-        Returns whether there are any.
+        Args:
+            row_id: The row.
+            node: The snapshot that it will continue.
         """
-        if row_id in self._of_row:
-            return True
-        return bool(self._lend(row_id, entry))
+        if not self._store.owned_by(row_id):
+            self._assign(row_id, _lendable(node))
 
-    def cancel(self, row_id: str) -> None:
-        """Count promised KV segments that have not moved to the row as the cache's memory again.
+    def revoke(self, row_id: str) -> None:
+        """Count the KV segments of a row that have not moved there as the cache's memory again.
 
-        Segments that have moved stay lent: the row may have been preempted and not been dropped by the runner yet.
+        Segments that have moved stay with the row until it is dropped. Other snapshots are evicted if the cache exceeds
+        its limit now.
         """
-        self._take_back_promised(row_id)
-
-    def break_promise(self, row_id: str) -> None:
-        """Revoke the promise to an admitted row, as `cancel`; evict other snapshots if the cache exceeds its limit."""
-        if self._take_back_promised(row_id):
+        if self._take_back_unmoved(row_id):
             self._memory.fit()
 
-    def lend(self, row_id: str, entry: CacheEntry) -> list[KVSegment]:
-        """Lend an entry's KV segments to the row that is about to continue it; return the segments that move."""
-        was_promised = self._take_back_promised(row_id)
-        lent = self._lend(row_id, entry, was_promised and self._lacks_room(entry))
-        if was_promised:  # fewer may be lent: another prompt may have continued the same snapshot meanwhile
-            self._memory.fit(spared=(entry,))
-        return [node.segment for node in lent]
+    def move(self, row_id: str, node: SnapshotNode) -> list[KVSegment]:
+        """Return the KV segments that move to a row that is about to continue a snapshot."""
+        was_assigned = self._take_back_unmoved(row_id)
+        moving = _lendable(node)
+        if was_assigned and self._memory.missing_bytes > sum(one.segment_bytes for one in moving):
+            moving = _lendable(node, also_system=True)  # it was read from disk for this row only
+        self._assign(row_id, moving)
+        if was_assigned:  # they may be fewer: another prompt may have continued the same snapshot meanwhile
+            self._memory.fit(spared=(node,))
+        return [one.kv_segment for one in moving]
 
-    def _take_back_promised(self, row_id: str) -> bool:
-        """Count promised segments as the cache's again. Return whether there were any."""
-        nodes = self._pop(row_id)
-        promised = [node for node in nodes if not node.segment.is_lent]
-        for node in promised:
-            self._tree.take_back(node)
-        if len(promised) < len(nodes):
-            self._of_row[row_id] = [node for node in nodes if node.segment.is_lent]
-        return bool(promised)
+    def may_extend(self, row_id: str, base: SnapshotNode | None) -> bool:
+        """Return whether a segment after `base` would extend the chain that the row owns."""
+        owned = self._store.owned_by(row_id)
+        return not owned or (base is not None and owned[-1] in base.chain())
 
-    def _lacks_room(self, entry: CacheEntry) -> bool:
-        """Return whether the cache exceeds its memory even once the entry's segments are lent.
-
-        Such an entry was read from disk for this row only.
-        """
-        lendable = sum(node.segment_bytes for node in _lendable(entry.node))
-        return self._memory.missing_bytes > lendable
-
-    def _lend(self, row_id: str, entry: CacheEntry, also_system: bool = False) -> list[SnapshotNode]:
-        assert entry.node is not None
-        lent = list(_lendable(entry.node, also_system))[::-1]
-        for node in lent:
-            self._tree.lend(node, row_id, node.segment_bytes)
-        if lent:
-            self._of_row[row_id] = lent
-        return lent
-
-    def add(self, row_id: str, node: SnapshotNode, num_bytes: int) -> None:
-        """Lend a new snapshot's KV segment, of about `num_bytes`, which has only ever been in the row's cache."""
-        self._tree.lend(node, row_id, num_bytes)
-        self._of_row.setdefault(row_id, []).append(node)
-
-    def may_add(self, row_id: str, base: SnapshotNode | None) -> bool:
-        """Return whether a segment after `base` would extend the chain that is lent to the row."""
-        lent = self._of_row.get(row_id)
-        return not lent or (base is not None and lent[-1] in base.entry.chain())
-
-    def is_lost(self, node: SnapshotNode | None) -> bool:
-        """Return whether a KV segment up to the end of this node went with a row that did not return it."""
-        while node is not None:
-            if node.segment.is_lent and (node.lent_to is None or node not in self._of_row.get(node.lent_to, ())):
-                return True
-            node = node.parent
-        return False
-
-    def copy_back(self, entry: CacheEntry) -> bool:
-        """Copy the lent KV segments of an entry's chain back from the rows. Return False if they do not fit."""
-        lent = [node for node in entry.chain() if node.segment.is_lent]
+    def copy_back(self, node: SnapshotNode) -> bool:
+        """Copy the lent KV segments of a snapshot back from rows; return False if that is impossible."""
+        lent = [one for one in node.chain() if one.kv_segment.is_lent]
         if not lent:
             return True
+        try:
+            if not self._copy_back(lent):
+                return False
+        except Exception:
+            log.exception("the keys and values of %d tokens could not be copied back from a row", node.num_tokens)
+            self._store.counters.num_unusable += 1
+            return False
+        if self._disk is not None and node.snapshot is not None:
+            self._disk.write(node)
+        return True
+
+    @contextmanager
+    def dropping(self, row_ids: Sequence[str]) -> Iterator[Mapping[str, Sequence[KVSegment]]]:
+        """Bring the KV segments of rows back that the runner drops within the block.
+
+        Segments worth less than the snapshots that would be evicted for them are given up, the last of the row first.
+        Among these, segments to be written to disk are copied back, too, and evicted once they are written. Segments
+        that were not copied back at the end of the block are lost, with all snapshots that need them.
+
+        Yields:
+            The segments to copy back, by row id.
+        """
+        returning, leaving = list[SnapshotNode](), list[list[SnapshotNode]]()
+        segments = defaultdict[str, list[KVSegment]](list)
+        for row_id in row_ids:
+            self.revoke(row_id)
+            staying, given_up = self._divide(row_id)
+            for node in staying:  # counted now, before the next row's segments are considered
+                self._store.take_back(node)
+            returning += staying
+            leaving.append(given_up)
+            for node in (*staying, *filter(self._is_to_write, given_up)):
+                segments[row_id].append(node.kv_segment)
+        try:
+            yield dict(segments)
+        finally:
+            self._settle(returning)
+            for given_up in leaving:
+                self._write_and_lose(given_up)
+            self._finish()
+
+    def lost(self, row_ids: Sequence[str]) -> None:
+        """End the loans of rows that the runner has lost: segments that have moved there are lost with them."""
+        self._settle([node for row_id in row_ids for node in self._store.owned_by(row_id)])
+        self._finish()
+
+    def write_all(self) -> None:
+        """Drop all rows that own KV segments, so that these are written to disk. Never raises."""
+        try:
+            with self.dropping(self._store.owners) as lent:
+                self._runner.drop(list(lent), lent)
+        except Exception:
+            log.exception("the keys and values of running rows could not be copied back for the disk tier")
+
+    def _assign(self, row_id: str, nodes: Iterable[SnapshotNode]) -> None:
+        for node in nodes:
+            self._store.assign(node, row_id, node.segment_bytes)
+
+    def _take_back_unmoved(self, row_id: str) -> bool:
+        unmoved = [node for node in self._store.owned_by(row_id) if not node.kv_segment.is_lent]
+        for node in unmoved:
+            self._store.take_back(node)
+        return bool(unmoved)
+
+    def _copy_back(self, lent: Sequence[SnapshotNode]) -> bool:
+        """Copy KV segments of one chain back from rows; return False if they do not fit, or some are lost."""
         if not self._memory.evict_for_return(lent):
             return False
         by_row = defaultdict[str | None, list[SnapshotNode]](list)
         for node in lent:
-            by_row[node.lent_to].append(node)
+            by_row[node.owner].append(node)
         for row_id, nodes in by_row.items():
-            if row_id is not None:
-                self._fill(row_id, nodes)
+            try:
+                if row_id is not None:
+                    self._runner.fill(row_id, [node.kv_segment for node in nodes])
+            except Exception:
+                self._settle([node for node in nodes if not node.kv_segment.is_lent])
+                raise
             self._settle(nodes)
-        return not any(node.segment.is_lent for node in lent)
+        return not any(node.segment is None or node.segment.is_lent for node in lent)
 
-    def _fill(self, row_id: str, nodes: Sequence[SnapshotNode]) -> None:
-        """Copy KV segments back from a row. If the runner raises, segments that were not copied stay lent."""
-        try:
-            self._runner.fill(row_id, [node.segment for node in nodes])
-        except Exception:
-            nodes = [node for node in nodes if not node.segment.is_lent]
-            self._settle(nodes)
-            raise
-        finally:
-            left = [node for node in self._pop(row_id) if node not in nodes]
-            if left:
-                self._of_row[row_id] = left
+    def _divide(self, row_id: str) -> tuple[list[SnapshotNode], list[SnapshotNode]]:
+        """Free memory for the KV segments of a row; return the nodes that it suffices for, and those to be written."""
+        staying, given_up = self._store.owned_by(row_id), list[SnapshotNode]()
+        while staying and not self._memory.evict_for_return(staying):
+            given_up.insert(0, staying.pop())
+            if not any(map(self._is_to_write, given_up)):
+                self._store.lose(given_up.pop())
+                staying = [node for node in staying if node.segment is not None]
+        return staying, given_up
 
-    def returning(
-        self, row_ids: Iterable[str], is_to_write: Callable[[CacheEntry], bool] = lambda entry: False
-    ) -> dict[str, Sequence[KVSegment]]:
-        """Free memory for the KV segments of rows about to be dropped; return the segments to copy back, by row id.
+    def _is_to_write(self, node: SnapshotNode) -> bool:
+        return self._disk is not None and node.snapshot is not None and self._disk.lacks(node)
 
-        Segments worth less than the snapshots that would be evicted for them are given up, the last of the row first.
-        Among these, segments to be written to disk are copied back, too, and evicted once they are written. `settle`
-        and then `take_leaving` must follow.
+    def _write_and_lose(self, given_up: Sequence[SnapshotNode]) -> None:
+        """Write copied-back segments at the end of a chain that the cache has no memory for, and evict them."""
+        for node in given_up:
+            if self._disk is not None and node.snapshot is not None and not node.kv_segment.is_lent:
+                self._disk.write(node)
+        for node in given_up:
+            if node.segment is not None:
+                self._store.lose(node)
 
-        Args:
-            row_ids: The rows.
-            is_to_write: Whether an entry is to be written to disk before it is evicted.
-        """
-        returning = {}
-        for row_id in row_ids:
-            self.break_promise(row_id)
-            lent, leaving = self._pop(row_id), list[SnapshotNode]()
-            while lent and not self._memory.evict_for_return(lent):
-                leaving.insert(0, lent.pop())
-                if not self._to_write(leaving, is_to_write):
-                    self._memory.cache.evict_behind(leaving.pop())
-                    lent = [node for node in lent if self._tree.is_stored(node)]
-            for node in lent:  # counted now, before the next row's segments are considered
-                self._tree.take_back(node)
-            if lent:
-                self._of_row[row_id] = list(lent)
-            if leaving:
-                to_write = self._to_write(leaving, is_to_write)
-                self._leaving.append((leaving[0], to_write))
-                lent += to_write
-            if lent:
-                returning[row_id] = [node.segment for node in lent]
-        return returning
-
-    @staticmethod
-    def _to_write(leaving: Sequence[SnapshotNode], is_to_write: Callable[[CacheEntry], bool]) -> list[SnapshotNode]:
-        """Return the nodes at the end of a chain that are written to disk before they are evicted."""
-        return [node for node in leaving if node.snapshot is not None and is_to_write(node.entry)]
-
-    def take_leaving(self, write: Callable[[CacheEntry], None]) -> None:
-        """Write copied-back segments of chains that the cache has no memory for, and evict them."""
-        leaving, self._leaving = self._leaving, []
-        for first, to_write in leaving:
-            for node in to_write:
-                if node.snapshot is not None and not node.segment.is_lent:
-                    write(node.entry)
-            if self._tree.is_stored(first):
-                self._memory.cache.evict_behind(first)
-
-    def settle(self, row_ids: Iterable[str]) -> None:
-        """End the loans of rows that were dropped or failed.
-
-        Segments that were not copied back are lost, with all their descendants.
-        """
-        self._settle([node for row_id in row_ids for node in self._pop(row_id)])
-
-    def _settle(self, nodes: Sequence[SnapshotNode]) -> None:
+    def _settle(self, nodes: Iterable[SnapshotNode]) -> None:
+        """Count KV segments that have come back as the cache's; evict what needs the others."""
         for node in nodes:
-            if not self._tree.is_stored(node):
+            if node.segment is None:
                 continue  # it was lost with a node before it
             if node.segment.is_lent:
-                self._memory.cache.evict_behind(node)
+                self._store.lose(node)
             else:
-                self._tree.take_back(node)
+                self._store.take_back(node)
 
-    def _pop(self, row_id: str) -> list[SnapshotNode]:
-        """Remove a row's loans, and return those that are still stored."""
-        return [node for node in self._of_row.pop(row_id, ()) if self._tree.is_stored(node)]
+    def _finish(self) -> None:
+        if self._disk is not None:
+            self._disk.write_waiting()
+        self._memory.fit()  # segments read from disk for a row may not fit into the cache
 
 
-def _lendable(node: SnapshotNode | None, also_system: bool = False) -> Iterator[SnapshotNode]:
-    """Yield the nodes at the end of a chain whose KV segments nothing else needs, the last first.
+def _lendable(last: SnapshotNode, also_system: bool = False) -> list[SnapshotNode]:
+    """Return the nodes at the end of a chain whose KV segments nothing else needs, the first one first.
 
     Args:
-        node: The last node of the chain.
+        last: The last node of the chain.
         also_system: Whether to include system prompts, which other prompts are likely to need.
     """
-    num_dependents = 0
-    while node is not None and node.num_dependents == num_dependents and node.lent_to is None:
-        if node.entry.pinned or (node.entry.kind == "system" and not also_system):
-            return
-        yield node
+    found, num_dependents = list[SnapshotNode](), 0
+    node: SnapshotNode | None = last
+    while node is not None and node.num_dependents == num_dependents and node.owner is None:
+        if node.pinned or (node.kind == "system" and not also_system):
+            break
+        found.append(node)
         node, num_dependents = node.parent, 1
+    return found[::-1]

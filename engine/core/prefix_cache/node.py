@@ -1,6 +1,6 @@
-"""The records of the prefix cache for each boundary of a prompt: its snapshot, its entry, and its conversation."""
+"""SnapshotNode: the record of a cached boundary of a prompt; and the conversation that it belongs to."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from engine.config import SnapshotKind
@@ -42,36 +42,6 @@ class Snapshot(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class SnapshotNode:
-    """A node of the snapshot tree with its memory, which may outlive its entry."""
-
-    snapshot: Snapshot | None
-    """None once it is evicted and only its KV segment is still needed."""
-    segment: KVSegment
-    """Keys and values between the parent and this snapshot."""
-    parent: "SnapshotNode | None"
-    """The node before it, whose KV segment it needs."""
-    segment_bytes: int
-    """Bytes of its KV segment that count as the cache's memory; 0 while they are lent to a row."""
-    state_bytes: int
-    entry: "CacheEntry"
-    """The entry that it was stored for. If `snapshot` is None, that entry has been removed or has another node."""
-    num_dependents: int = 0
-    """Child nodes, and prompts that were restored from it."""
-    lent_to: str | None = None
-    """The row whose memory its KV segment counts as; None if it counts as the cache's."""
-    lent_bytes: int = 0
-    """Bytes of the KV segment while it is lent; may be an estimate."""
-
-    def nearest_entry(self) -> "CacheEntry | None":
-        """Return the nearest entry with a snapshot in memory, from this node towards the first token."""
-        node: SnapshotNode | None = self
-        while node is not None and node.snapshot is None:
-            node = node.parent
-        return node.entry if node is not None else None
-
-
-@dataclass(slots=True, eq=False)
 class Lineage:
     """A conversation: a chain of snapshots, and how often prompts came back to it.
 
@@ -90,8 +60,8 @@ class Lineage:
     """Mean time between two uses; None before the second."""
     num_returns: int = 0
     """Prompts that came back to it, whether or not its snapshots were still stored."""
-    entries: list["CacheEntry"] = field(default_factory=list)
-    """Entries with snapshots in memory, the shortest first."""
+    nodes: list["SnapshotNode"] = field(default_factory=list)
+    """Its snapshots in memory, the shortest first."""
 
 
 OddsKey = tuple[SnapshotKind, str, int]
@@ -100,16 +70,20 @@ probability."""
 
 
 @dataclass(slots=True, eq=False)
-class CacheEntry:
-    """A cached boundary of a prompt."""
+class SnapshotNode:
+    """A cached boundary of a prompt, with its memory.
+
+    Its snapshot is in memory, only on disk, or evicted. The KV segment stays while other snapshots or prompts in
+    progress need it, also if the store no longer finds the node.
+    """
 
     digest: str
     """Hex digest of `key`."""
     key: PromptKey
     """All tokens before the boundary, with tenant and images."""
     kind: SnapshotKind
-    parent: str | None
-    """Digest of the entry before it: its parent in memory, or its file's parent if only there; None without one."""
+    parent_digest: str | None
+    """Digest of the boundary before it: that of `parent`, or its file's parent if only there; None without one."""
     origin: PromptOrigin
     """Origin of the prompt that stored it."""
     pinned: bool
@@ -118,8 +92,6 @@ class CacheEntry:
     """Monotonic seconds."""
     used_s: float
     """Monotonic seconds."""
-    node: SnapshotNode | None = None
-    """None if its snapshot is only on disk."""
     num_hits: int = 0
     is_resume_point: bool = False
     """Whether a preempted row or prompt will continue from it."""
@@ -127,14 +99,55 @@ class CacheEntry:
     given_up_as: OddsKey | None = None
     """The odds key under which it was counted as unused; None before."""
 
+    snapshot: Snapshot | None = None
+    """None if it is evicted or only on disk."""
+    segment: KVSegment | None = None
+    """Keys and values between `parent` and this boundary; None if they are not in memory."""
+    parent: "SnapshotNode | None" = None
+    """The node before it, whose KV segment it needs; None without one, or without `segment`."""
+    segment_bytes: int = 0
+    """Bytes of its KV segment that count as the cache's memory; 0 while it has an owner."""
+    state_bytes: int = 0
+    """Bytes of its snapshot beside the KV segment."""
+    num_dependents: int = 0
+    """Nodes whose `parent` it is, and prompts in progress that hold it."""
+    owner: str | None = None
+    """The row whose memory its KV segment counts as; None if it counts as the cache's."""
+    owned_bytes: int = 0
+    """Bytes of the KV segment while it has an owner; may be an estimate."""
+
     @property
     def num_tokens(self) -> int:
         return len(self.key)
 
-    def chain(self) -> list[SnapshotNode]:
-        """Return all nodes whose KV segments it needs, from the first token on; none if it is only on disk."""
-        chain, node = [], self.node
+    @property
+    def is_lost(self) -> bool:
+        """Whether a KV segment up to this boundary went with a row that did not return it."""
+        return any(node.kv_segment.is_lent and node.owner is None for node in self.chain())
+
+    @property
+    def kv_segment(self) -> KVSegment:
+        """Its KV segment, which must be in memory."""
+        assert self.segment is not None
+        return self.segment
+
+    def chain(self) -> list["SnapshotNode"]:
+        """Return all nodes whose KV segments it needs, from the first token on; none if its own is not in memory."""
+        chain, node = [], self if self.segment is not None else None
         while node is not None:
             chain.append(node)
             node = node.parent
         return chain[::-1]
+
+    def nearest_in_memory(self) -> "SnapshotNode | None":
+        """Return the nearest node with a snapshot in memory, from this one towards the first token."""
+        node: SnapshotNode | None = self
+        while node is not None and node.snapshot is None:
+            node = node.parent
+        return node
+
+    def without_segment(self) -> "SnapshotNode":
+        """Return a node of the same boundary without anything in memory."""
+        return replace(
+            self, segment=None, parent=None, segment_bytes=0, state_bytes=0, num_dependents=0, owner=None, owned_bytes=0
+        )

@@ -10,9 +10,7 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 
 from engine.core.cost_model import CostModel
-from engine.core.prefix_cache.disk_tier import DiskTier
 from engine.core.prefix_cache.prompt_key import PromptKey
-from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.placement import PrefixHolder
 from engine.snapshot_store.snapshot_client import Fetch, SnapshotClient
 
@@ -44,23 +42,20 @@ class PrefixFetcher:
 
     Args:
         client: Transfers files into the disk tier.
-        disk: The disk tier.
-        memory: Predicts the seconds of computing.
-        costs: Predicts and learns the seconds of transfers.
+        adopt: Adds the snapshot of a file that has arrived, by its digest, and its ancestors to the cache.
+        costs: Predicts the seconds of computing, and learns those of transfers.
         clock: Returns monotonic seconds.
     """
 
     def __init__(
         self,
         client: SnapshotClient,
-        disk: DiskTier,
-        memory: SnapshotMemory,
+        adopt: Callable[[str], None],
         costs: CostModel,
         clock: Callable[[], float],
     ):
         self._client = client
-        self._disk = disk
-        self._memory = memory
+        self._adopt = adopt
         self._costs = costs
         self._clock = clock
         self._measured_s: dict[str, float] = {}  # by address; monotonic seconds
@@ -74,7 +69,7 @@ class PrefixFetcher:
             start: Tokens of the prompt that are cached here.
             num_bytes: Estimated bytes of the rest of the prefix.
         """
-        address, computed_s = holder.address, self._memory.seconds(start, holder.num_tokens)
+        address, computed_s = holder.address, self._costs.prompt_s(start, holder.num_tokens)
         if dict(key.digests([holder.num_tokens])).get(holder.num_tokens) != holder.digest:
             log.warning("the prefix of %d tokens at %s belongs to another prompt", holder.num_tokens, address)
             self._client.count_failure("mismatch")
@@ -107,7 +102,7 @@ class PrefixFetcher:
         elif fetched.failure not in ("slow", "room", "gone", "mismatch"):
             self._record(fetch, fetched.num_bytes, now - fetching.began_s)
         if fetched.last:
-            self._disk.adopt(fetched.last)
+            self._adopt(fetched.last)
         return True
 
     def stop(self, fetching: Fetching) -> None:

@@ -4,13 +4,11 @@ import logging
 from collections.abc import Sequence
 
 from engine.core.batch import ModelRunner
-from engine.core.prefix_cache.answer_statistics import AnswerStatistics
+from engine.core.prefix_cache import eligibility
 from engine.core.prefix_cache.disk_tier import DiskTier, Reading
-from engine.core.prefix_cache.eligibility import Eligibility
 from engine.core.prefix_cache.loans import Loans
-from engine.core.prefix_cache.node import CacheEntry
+from engine.core.prefix_cache.node import SnapshotNode
 from engine.core.prefix_cache.prefix_fetcher import PrefixFetcher
-from engine.core.prefix_cache.returns import SegmentReturns
 from engine.core.prefix_cache.session import PrefixCacheSession
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.core.request import Request, named
@@ -32,34 +30,25 @@ class PrefixRestorer:
     Args:
         runner: Restores snapshots.
         memory: The cache's memory.
-        eligibility: Which prompts may take KV segments over.
-        loans: Tracks lent KV segments.
-        returns: Copies lent KV segments back.
+        loans: Moves KV segments to rows, and copies those of other rows back.
         disk: The disk tier; None without one.
         fetcher: Fetches prefixes from other nodes; None without any.
-        answers: Learns whether answers are reused.
     """
 
     def __init__(
         self,
         runner: ModelRunner,
         memory: SnapshotMemory,
-        eligibility: Eligibility,
         loans: Loans,
-        returns: SegmentReturns,
         disk: DiskTier | None,
         fetcher: PrefixFetcher | None,
-        answers: AnswerStatistics,
     ):
         self._runner = runner
         self._memory = memory
-        self._cache = memory.cache
-        self._eligibility = eligibility
+        self._store = memory.store
         self._loans = loans
-        self._returns = returns
         self._disk = disk
         self._fetcher = fetcher
-        self._answers = answers
 
     def restore(self, rows: Sequence[Request], session: PrefixCacheSession, wait_s: float, copy_s: float) -> bool:
         """Restore the longest stored prefix of a prompt, if there is one.
@@ -76,15 +65,22 @@ class PrefixRestorer:
         Raises:
             InvalidRequest: The request is at fault, not the snapshot.
         """
-        while (entry := self._find(rows, session, wait_s, copy_s)) is not None and not self._restore(
-            rows, session, entry
+        while (node := self._find(rows, session, wait_s, copy_s)) is not None and not self._restore(
+            rows, session, node
         ):
             pass
-        return session.is_computing
+        return session.has_restored
+
+    def end(self, session: PrefixCacheSession) -> None:
+        """Stop what a session that ends still waits for."""
+        if session.reading is not None and self._disk is not None:
+            self._disk.close(session.reading)
+        if session.fetching is not None and self._fetcher is not None:
+            self._fetcher.stop(session.fetching)
 
     def _find(
         self, rows: Sequence[Request], session: PrefixCacheSession, wait_s: float, copy_s: float
-    ) -> CacheEntry | None:
+    ) -> SnapshotNode | None:
         """Return the longest stored prefix in memory; None without one, or while it is still on its way there."""
         while True:
             if session.fetching is not None:
@@ -94,19 +90,19 @@ class PrefixRestorer:
                 session.fetching = None
             if session.reading is not None and not self._advance(session, session.reading, wait_s, copy_s):
                 return None
-            entry = self._cache.index.match(session.key, session.max_tokens, session.in_memory)
-            if session.holder is not None and self._fetch(rows, session, entry):
+            node = self._store.match(session.key, session.max_tokens, session.skips_disk)
+            if session.holder is not None and self._fetch(rows, session, node):
                 continue
-            if entry is None:
+            if node is None:
                 return None
-            if entry.node is None:
-                self._read(rows, session, entry)
-            elif self._returns.copy_back(entry):
-                return entry
+            if node.snapshot is None:
+                self._read(rows, session, node)
+            elif self._loans.copy_back(node):
+                return node
             else:
-                session.max_tokens = entry.num_tokens - 1
+                session.max_tokens = node.num_tokens - 1
 
-    def _fetch(self, rows: Sequence[Request], session: PrefixCacheSession, here: CacheEntry | None) -> bool:
+    def _fetch(self, rows: Sequence[Request], session: PrefixCacheSession, here: SnapshotNode | None) -> bool:
         """Start to fetch the holder's prefix if that is worth it; return False if it is not.
 
         Args:
@@ -131,13 +127,13 @@ class PrefixRestorer:
 
     def _moves_into_row(self, rows: Sequence[Request]) -> bool:
         """Return whether keys and values that are read from disk count as the row's."""
-        return self._eligibility.may_lend(rows) and not rows[0].spec.pinned
+        return eligibility.may_lend(rows) and not rows[0].spec.pinned
 
-    def _read(self, rows: Sequence[Request], session: PrefixCacheSession, entry: CacheEntry) -> None:
-        """Start to read an entry from disk if that is worth it; else limit the session to others."""
+    def _read(self, rows: Sequence[Request], session: PrefixCacheSession, node: SnapshotNode) -> None:
+        """Start to read a snapshot from disk if that is worth it; else limit the session to others."""
         assert self._disk is not None
-        here = self._cache.index.match(session.key, session.max_tokens, in_memory=True)
-        start, end, costs = 0 if here is None else here.num_tokens, entry.num_tokens, self._runner.costs
+        here = self._store.match(session.key, session.max_tokens, in_memory=True)
+        start, end, costs = 0 if here is None else here.num_tokens, node.num_tokens, self._runner.costs
         computed_s = self._memory.seconds(start, end)
         num_bytes = (end - start) * costs.token_bytes + costs.fixed()
         row_id = session.row.id if self._moves_into_row(rows) else None
@@ -146,52 +142,52 @@ class PrefixRestorer:
             return
         read_s = self._disk.read_s(num_bytes)
         if (here is not None and end - start < MIN_TOKENS_FROM_DISK) or read_s >= computed_s:
-            session.in_memory = True
+            session.skips_disk = True
             return
-        session.reading = self._disk.read(entry, row_id, min(computed_s, READ_PATIENCE * read_s))
+        session.reading = self._disk.read(node, row_id, min(computed_s, READ_PATIENCE * read_s))
 
     def _advance(self, session: PrefixCacheSession, reading: Reading, wait_s: float, copy_s: float) -> bool:
         """Return whether a reading is over, complete or not; False while it is worth waiting for."""
         assert self._disk is not None
-        if reading.base is not None and self._loans.is_lost(reading.base):
+        if reading.base is not None and reading.base.is_lost:
             self._disk.close(reading)
             session.reading = None
             return True  # what is read would continue keys and values that are gone: look again
         is_complete = self._disk.advance(reading, wait_s, copy_s)
-        if is_complete is None and self._cache.clock() < reading.until_s:
+        if is_complete is None and self._store.clock() < reading.until_s:
             return False
         if is_complete is None:
             slow = "reading a snapshot from disk takes too long: %s is prefilled without it"
             log.warning(slow, session.row.id, extra=named([session.row]))
-            self._cache.counters.num_unusable += 1
-        session.in_memory = not is_complete
+            self._store.counters.num_unusable += 1
+        session.skips_disk = not is_complete
         self._disk.close(reading)
         session.reading = None
         return True
 
-    def _restore(self, rows: Sequence[Request], session: PrefixCacheSession, entry: CacheEntry) -> bool:
-        """Restore an entry; return False if that fails, in which case the prompt continues without it."""
-        assert entry.node is not None and entry.node.snapshot is not None
-        if rows[0].spec.pinned and Boundary("system", entry.num_tokens) in rows[0].spec.boundaries:
-            self._cache.tree.pin(entry)  # pinned entries are never lent
+    def _restore(self, rows: Sequence[Request], session: PrefixCacheSession, node: SnapshotNode) -> bool:
+        """Restore a snapshot; return False if that fails, in which case the prompt continues without it."""
+        assert node.snapshot is not None
+        if rows[0].spec.pinned and Boundary("system", node.num_tokens) in rows[0].spec.boundaries:
+            self._store.pin(node)  # pinned snapshots are never lent
         try:
-            lent = self._loans.lend(rows[0].id, entry) if self._eligibility.may_lend(rows) else []
-            self._runner.restore(rows, entry.node.snapshot, lent)
+            lent = self._loans.move(rows[0].id, node) if eligibility.may_lend(rows) else []
+            self._runner.restore(rows, node.snapshot, lent)
         except InvalidRequest:
-            self._returns.settle([rows[0].id])
+            self._loans.lost([rows[0].id])
             raise
         except Exception:
-            self._returns.settle([rows[0].id])
-            log.exception("a snapshot of %d tokens could not be restored", entry.num_tokens, extra=named(rows))
-            self._cache.counters.num_unusable += 1
-            session.max_tokens = entry.num_tokens - 1
+            self._loans.lost([rows[0].id])
+            log.exception("a snapshot of %d tokens could not be restored", node.num_tokens, extra=named(rows))
+            self._store.counters.num_unusable += 1
+            session.max_tokens = node.num_tokens - 1
             self._runner.drop([row.id for row in rows])  # a partly restored prompt
             return False
-        session.go_on_after(entry, self._cache.use(entry))
+        self._store.use(node)
+        session.base = node
         self._memory.fit()  # segments read for this row only may not fit into the cache
-        self._answers.used(entry.kind)
         for row in rows:
-            row.num_prefilled = entry.num_tokens
+            row.num_prefilled = node.num_tokens
         if self._disk is not None:
-            self._disk.touch(entry)
+            self._disk.touch(node)
         return True

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.config import SnapshotKind
-from engine.core.prefix_cache.node import CacheEntry, Lineage, OddsKey
+from engine.core.prefix_cache.node import Lineage, OddsKey, SnapshotNode
 
 Stage = Literal["tip", "passed", "used", "shared"]
 """tip: the last snapshot of its conversation. passed: the same prompt stored a longer one after it. used: the
@@ -106,9 +106,9 @@ class ReuseForecast:
         return math.exp(self._log_interval.get(lineage.is_shared, of_others))
 
 
-def odds_key_of(entry: CacheEntry, tip: CacheEntry | None) -> OddsKey:
-    """Return the odds key of an entry. tip: the last entry of its lineage that is in memory."""
-    return odds_key(entry.kind, _stage(entry, tip), entry.lineage)
+def odds_key_of(node: SnapshotNode, tip: SnapshotNode | None) -> OddsKey:
+    """Return the odds key of a node. tip: the last node of its lineage that is in memory."""
+    return odds_key(node.kind, _stage(node, tip), node.lineage)
 
 
 def odds_key(kind: SnapshotKind, stage: Stage, lineage: Lineage) -> OddsKey:
@@ -116,11 +116,11 @@ def odds_key(kind: SnapshotKind, stage: Stage, lineage: Lineage) -> OddsKey:
     return kind, stage, min(lineage.num_returns, 2)
 
 
-def _stage(entry: CacheEntry, tip: CacheEntry | None) -> Stage:
-    if entry.lineage.is_shared:
+def _stage(node: SnapshotNode, tip: SnapshotNode | None) -> Stage:
+    if node.lineage.is_shared:
         return "shared"
-    if entry.lineage.is_abandoned:
+    if node.lineage.is_abandoned:
         return "used"
-    if tip is entry:
+    if tip is node:
         return "tip"
-    return "used" if entry.num_hits else "passed"
+    return "used" if node.num_hits else "passed"

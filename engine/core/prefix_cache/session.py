@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from engine.core.prefix_cache.disk_tier import Reading
-from engine.core.prefix_cache.node import CacheEntry, SnapshotNode
+from engine.core.prefix_cache.node import SnapshotNode
 from engine.core.prefix_cache.prefix_fetcher import Fetching
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.request import Request
@@ -23,25 +23,24 @@ class PrefixCacheSession:
     todo: list[Boundary] = field(default_factory=list)
     """Boundaries left to compute, the next one first."""
     base: SnapshotNode | None = None
-    """The node of the snapshot that it was restored from or stored last."""
-    base_digest: str | None = None
-    base_tokens: int = 0
-    stored: list[CacheEntry] = field(default_factory=list)
-    """Entries that it has stored."""
+    """The snapshot that it was restored from or stored last, whose KV segment it holds; None without one."""
+    stored: list[str] = field(default_factory=list)
+    """Digests of the snapshots that it has stored."""
     reading: Reading | None = None
     """The snapshot on disk that it waits for; None if it waits for none."""
     holder: PrefixHolder | None = None
     """The node from which its prefix may be fetched; None once that is decided."""
     fetching: Fetching | None = None
     """The fetch that it waits for; None if it waits for none."""
-    in_memory: bool = False
+    skips_disk: bool = False
     """Whether to use only snapshots in memory, because reading from disk failed or is not worth it."""
 
     @property
-    def is_computing(self) -> bool:
+    def has_restored(self) -> bool:
         """Whether the lookup of its prefix is complete."""
         return self.reading is None and self.fetching is None
 
-    def go_on_after(self, entry: CacheEntry, node: SnapshotNode) -> None:
-        """Continue from a snapshot, whose node the session holds from now on."""
-        self.base, self.base_digest, self.base_tokens = node, entry.digest, entry.num_tokens
+    @property
+    def base_tokens(self) -> int:
+        """Tokens before its last snapshot."""
+        return 0 if self.base is None else self.base.num_tokens

@@ -1,23 +1,22 @@
-"""SnapshotTaker: stores the states of prompts at their boundaries, of complete answers, and of preempted rows.
+"""SnapshotTaker: takes the states of prompts at their boundaries, of complete answers, and of preempted rows.
 
 A snapshot is stored as soon as a successful chunk ends at its boundary and its state is finite, so that a client that
 aborts and retries finds the finished part. Nothing here raises: answers do not depend on snapshots.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from engine.config import SnapshotKind
 from engine.core.batch import ModelRunner
+from engine.core.prefix_cache import eligibility
 from engine.core.prefix_cache.answer_statistics import AnswerStatistics
 from engine.core.prefix_cache.disk_tier import DiskTier
-from engine.core.prefix_cache.eligibility import Eligibility
 from engine.core.prefix_cache.loans import Loans
-from engine.core.prefix_cache.node import CacheEntry, Snapshot, SnapshotNode
+from engine.core.prefix_cache.node import Snapshot, SnapshotNode
 from engine.core.prefix_cache.prompt_key import PromptKey
-from engine.core.prefix_cache.returns import SegmentReturns
 from engine.core.prefix_cache.session import PrefixCacheSession
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.core.request import Request, named
@@ -27,17 +26,14 @@ log = logging.getLogger("orchard.engine")
 
 
 class SnapshotTaker:
-    """Takes snapshots where memory is worth it, and stores them.
+    """Takes snapshots where memory is worth it, and adds them to the store.
 
     Args:
         runner: Takes snapshots.
-        memory: Stores them.
-        eligibility: Which states may be kept or lent.
-        loans: Tracks lent KV segments.
-        returns: Copies lent KV segments back.
+        memory: Adds them.
+        loans: Knows which KV segments rows own.
         disk: The disk tier; None without one.
         answers: Decides whether answers are stored.
-        sessions: The prompts in progress by the id of their first row; the mapping of `PrefixCacheSessions`.
         min_tokens: Fewest tokens between a snapshot and the one before it.
     """
 
@@ -45,166 +41,155 @@ class SnapshotTaker:
         self,
         runner: ModelRunner,
         memory: SnapshotMemory,
-        eligibility: Eligibility,
         loans: Loans,
-        returns: SegmentReturns,
         disk: DiskTier | None,
         answers: AnswerStatistics,
-        sessions: Mapping[str, PrefixCacheSession],
         min_tokens: int,
     ):
         self._runner = runner
         self._memory = memory
-        self._cache = memory.cache
-        self._eligibility = eligibility
+        self._store = memory.store
         self._loans = loans
-        self._returns = returns
         self._disk = disk
         self._answers = answers
-        self._sessions = sessions
         self._min_tokens = min_tokens
 
-    def take_at_boundaries(self, rows: Sequence[Request]) -> None:
+    def take_at_boundaries(self, rows: Sequence[Request], session: PrefixCacheSession) -> None:
         """Take the snapshots at the boundaries that the last chunk of a prompt has reached or passed."""
-        session = self._sessions.get(rows[0].id)
-        while session is not None and session.todo and session.todo[0].num_tokens <= rows[0].num_prefilled:
+        while session.todo and session.todo[0].num_tokens <= rows[0].num_prefilled:
             self._take_or_log(rows, session, session.todo.pop(0))
 
-    def keep_prompt(self, rows: Sequence[Request], num_tokens: int) -> None:
-        """Store the state of a preempted prompt after its first `num_tokens` tokens."""
-        session = self._sessions.get(rows[0].id)
-        if session is None or not session.is_computing or rows[0].spec.sparse is not None:
+    def take_prompt(self, rows: Sequence[Request], session: PrefixCacheSession, num_tokens: int) -> None:
+        """Take the state of a preempted prompt after its first `num_tokens` tokens."""
+        if not session.has_restored or rows[0].spec.sparse is not None:
             return
-        start = session.base_tokens if session.base is not None else 0
-        if num_tokens - start >= self._min_tokens and session.key.can_split_at(num_tokens):
+        if num_tokens - session.base_tokens >= self._min_tokens and session.key.can_split_at(num_tokens):
             self._take_or_log(rows, session, Boundary("prompt", num_tokens))
             if session.base is not None and session.base_tokens == num_tokens:
-                session.base.entry.is_resume_point = True
+                session.base.is_resume_point = True
 
-    def keep_answer(self, row: Request) -> CacheEntry | None:
-        """Store the state after a complete answer, whose row the runner still has; return None if it is not stored."""
-        is_long = len(row.output_token_ids) >= self._min_tokens
-        if not is_long or not self._eligibility.may_keep(row) or not self._answers.offer():
+    def take_answer(self, row: Request) -> SnapshotNode | None:
+        """Take the state after a complete answer, whose row the runner still has; return None if it is not stored."""
+        if len(row.output_token_ids) < self._min_tokens or not eligibility.may_keep(row) or not self._answers.offer():
             return None
-        entry = self._keep_or_log(row, is_awaited=False)
-        if entry is not None:
+        node = self._take_row_or_log(row, is_awaited=False)
+        if node is not None:
             self._answers.stored()
-        return entry
+        return node
 
-    def keep_row(self, row: Request) -> None:
-        """Store the state of a preempted decoding row, which the runner still has."""
-        if self._eligibility.may_keep(row):
-            self._keep_or_log(row, is_awaited=True)
+    def take_row(self, row: Request) -> None:
+        """Take the state of a preempted decoding row, which the runner still has."""
+        if eligibility.may_keep(row):
+            self._take_row_or_log(row, is_awaited=True)
 
     def _take_or_log(self, rows: Sequence[Request], session: PrefixCacheSession, boundary: Boundary) -> None:
         try:
-            self._take(rows, session, boundary)
+            is_worthwhile = self._take(rows, session, boundary)
         except Exception:
             failed = "the snapshot of %s at its %s boundary failed"
             log.exception(failed, session.row.id, boundary.kind, extra=named(rows))
-            self._cache.counters.num_rejected += 1
+            self._store.counters.num_rejected += 1
+            is_worthwhile = False
+        if not is_worthwhile:
             session.todo.clear()
 
-    def _take(self, rows: Sequence[Request], session: PrefixCacheSession, boundary: Boundary) -> None:
-        base, costs, counters = session.base, self._runner.costs, self._cache.counters
+    def _take(self, rows: Sequence[Request], session: PrefixCacheSession, boundary: Boundary) -> bool:
+        """Take a snapshot of a prompt; return whether the later ones, which are larger, may be taken, too."""
+        base, costs, counters = session.base, self._runner.costs, self._store.counters
         key, pinned = session.key.prefix(boundary.num_tokens), rows[0].spec.pinned and boundary.kind == "system"
-        entry = self._cache.index.get(key.digest())
-        if entry is not None and entry.node is not None:  # stored meanwhile by another prompt
-            if pinned and self._returns.copy_back(entry):
-                self._cache.tree.pin(entry)
-            return
-        num_new = boundary.num_tokens - (session.base_tokens if base is not None else 0)
-        segment_bytes, num_outvalued = num_new * costs.token_bytes, counters.num_outvalued
-        lend = boundary.kind != "system" and self._eligibility.may_lend(rows)
+        node = self._new_node(key, boundary.kind, rows[0], base, pinned)
+        known = self._store.get(node.digest)
+        if known is not None and known.snapshot is not None:  # stored meanwhile by another prompt
+            if pinned and self._loans.copy_back(known):
+                self._store.pin(known)
+            return True
+        segment_bytes = (boundary.num_tokens - session.base_tokens) * costs.token_bytes
+        num_outvalued, lend = counters.num_outvalued, boundary.kind != "system" and eligibility.may_lend(rows)
         num_bytes = costs.fixed() + (0 if lend else segment_bytes)
-        if not self._memory.evict_for(num_bytes, base, None if pinned else key, boundary.kind, session.row.id):
-            if counters.num_outvalued == num_outvalued:  # no memory, and later ones are larger
-                session.todo.clear()
-            return
+        if not self._memory.evict_for(num_bytes, base, None if pinned else node, session.row.id):
+            return counters.num_outvalued > num_outvalued
         snapshot = self._runner.snapshot(rows, base.segment if base is not None else None, lend, boundary.num_tokens)
         if snapshot is None:
             broken = "the state of %s at its %s boundary contains NaN or inf"
             log.warning(broken, session.row.id, boundary.kind, extra=named(rows))
             counters.num_rejected += 1
-            session.todo.clear()
-            return
-        entry = self._store(key, boundary.kind, session.row, pinned, snapshot, base, session.base_digest)
-        if entry is None or entry.node is None:
-            session.todo.clear()  # later ones are larger
-            return
+            return False
+        added = self._add(node, snapshot, base, session.row)
+        if added is None:
+            return False
         if lend:
-            self._loans.add(session.row.id, entry.node, segment_bytes)
-        session.stored.append(entry)
+            self._store.assign(added, session.row.id, segment_bytes)
+        session.stored.append(added.digest)
         if base is not None:
-            self._cache.tree.release(base)
-        session.go_on_after(entry, self._cache.tree.hold(entry))
+            self._store.release(base)
+        self._store.hold(added)
+        session.base = added
+        return True
 
-    def _keep_or_log(self, row: Request, is_awaited: bool) -> CacheEntry | None:
-        """Store the state of a decoding row after its longest cached prefix in memory; return None if it is not stored.
+    def _take_row_or_log(self, row: Request, is_awaited: bool) -> SnapshotNode | None:
+        """Take the state of a decoding row after its longest cached prefix in memory; return None if it is not stored.
 
         is_awaited: whether the row will continue from it.
         """
-        key = self._eligibility.key_of(row)
-        parent = self._cache.index.match(key, len(key), in_memory=True)
-        base = None if parent is None else parent.node
-        with self._cache.tree.holding(base):
+        key = eligibility.key_of(row, self._runner)
+        base = self._store.match(key, len(key), in_memory=True)
+        with self._store.holding(base):
             try:
-                return self._keep(row, key, base, is_awaited)
+                return self._take_row(row, key, base, is_awaited)
             except Exception:
                 log.exception("the snapshot of %s after its last token failed", row.id, extra=named([row]))
-                self._cache.counters.num_rejected += 1
+                self._store.counters.num_rejected += 1
                 return None
 
-    def _keep(self, row: Request, key: PromptKey, base: SnapshotNode | None, is_awaited: bool) -> CacheEntry | None:
-        """Store a decoding row's state; return None if it is not stored.
+    def _take_row(
+        self, row: Request, key: PromptKey, base: SnapshotNode | None, is_awaited: bool
+    ) -> SnapshotNode | None:
+        """Take a decoding row's state; return None if it is not stored.
 
         Its keys and values stay in the row's cache until the row, which is about to be dropped, returns them.
         """
         costs, spec = self._runner.costs, row.spec
-        num_new = len(key) + 1 - (0 if base is None else base.entry.num_tokens)
+        num_new = len(key) + 1 - (0 if base is None else base.num_tokens)
         segment_bytes = num_new * costs.token_bytes
         if num_new < self._min_tokens:
             return None
-        lend = self._loans.may_add(row.id, base)
+        lend = self._loans.may_extend(row.id, base)
         num_bytes = costs.fixed() + (0 if lend else segment_bytes)
-        if not self._memory.evict_for(num_bytes, base, None if is_awaited else key, "answer", row.id):
+        new = None if is_awaited else self._new_node(key, "answer", row, base)
+        if not self._memory.evict_for(num_bytes, base, new, row.id):
             return None
         taken = self._runner.snapshot_row(row.id, None if base is None else base.segment, lend=lend)
         num_given = len(row.output_token_ids) - is_awaited  # a preempted row's last token is not computed yet
         if taken is None or not np.array_equal(taken.token_ids[:num_given], row.output_token_ids[:num_given]):
             return None
-        whole = self._eligibility.key(spec, np.concatenate([spec.token_ids, taken.token_ids]).astype(np.int32))
-        digest = None if base is None else base.entry.digest
-        entry = self._store(whole, "answer", row, False, taken.snapshot, base, digest)
-        if entry is None or entry.node is None:
+        token_ids = np.concatenate([spec.token_ids, taken.token_ids]).astype(np.int32)
+        whole = eligibility.key_of_tokens(spec, token_ids, self._runner)
+        node = self._add(self._new_node(whole, "answer", row, base), taken.snapshot, base, row)
+        if node is None:
             return None
-        entry.is_resume_point = is_awaited
+        node.is_resume_point = is_awaited
         if lend:
-            self._loans.add(row.id, entry.node, segment_bytes)
-        return entry
+            self._store.assign(node, row.id, segment_bytes)
+        return node
 
-    def _store(
-        self,
-        key: PromptKey,
-        kind: SnapshotKind,
-        row: Request,
-        pinned: bool,
-        snapshot: Snapshot,
-        base: SnapshotNode | None,
-        base_digest: str | None,
-    ) -> CacheEntry | None:
-        """Store a snapshot of all tokens of the key after `base`; return None if it is rejected or already stored."""
-        digest, now = key.digest(), self._cache.clock()
-        entry = self._cache.index.get(digest)  # exists if it is on disk and could not be read back
-        if entry is not None and entry.node is not None:
-            return None
-        if entry is not None:
-            entry.pinned |= pinned
-            entry.parent = base_digest
-        else:
-            entry = CacheEntry(digest, key, kind, base_digest, row.spec.origin, pinned, now, now)
-        if not self._memory.store(entry, snapshot, base, row.id):
-            return None
-        if self._disk is not None:
-            self._disk.save(entry)
-        return entry
+    def _new_node(
+        self, key: PromptKey, kind: SnapshotKind, row: Request, base: SnapshotNode | None, pinned: bool = False
+    ) -> SnapshotNode:
+        now, parent = self._store.clock(), None if base is None else base.digest
+        return SnapshotNode(key.digest(), key, kind, parent, row.spec.origin, pinned, now, now)
+
+    def _add(
+        self, node: SnapshotNode, snapshot: Snapshot, base: SnapshotNode | None, row: Request
+    ) -> SnapshotNode | None:
+        """Add a snapshot of all tokens of a node after `base`; return None if it is rejected or already stored."""
+        known = self._store.get(node.digest)
+        if known is not None:
+            if known.snapshot is not None:
+                return None
+            known.pinned |= node.pinned  # it is on disk and could not be read back
+            known.parent_digest = node.parent_digest
+            node = known
+        added = self._memory.add(node, snapshot, base, row.id)
+        if added is not None and self._disk is not None:
+            self._disk.write(added)
+        return added

@@ -1,21 +1,21 @@
-"""EntryWorth: the seconds that an entry is expected to save at a node that has nothing of it, per byte. Pure."""
+"""SnapshotWorth: the seconds that a snapshot saves at an engine that has nothing of it, per byte. Pure."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from engine.core.memory.costs import MemoryCosts
-from engine.core.prefix_cache.cache import PrefixCache
-from engine.core.prefix_cache.node import CacheEntry
+from engine.core.prefix_cache.node import SnapshotNode
 from engine.core.prefix_cache.reuse_forecast import odds_key_of
+from engine.core.prefix_cache.store import SnapshotStore
 
 
 @dataclass(frozen=True, slots=True)
-class EntryWorth:
-    """An entry, in memory or on disk, and what depends on it."""
+class SnapshotWorth:
+    """The worth of a snapshot, in memory or on disk."""
 
-    entry: CacheEntry
-    path: tuple[CacheEntry, ...]
-    """The entry and its ancestors, nearest first."""
+    node: SnapshotNode
+    path: tuple[SnapshotNode, ...]
+    """The snapshot and its ancestors, nearest first."""
     num_bytes: int
     """Estimated bytes of all of them."""
     rate: float
@@ -25,54 +25,54 @@ class EntryWorth:
     density: float
     """Seconds of computing per second and byte that it saves with all of its ancestors, where none of them is."""
     own_density: float
-    """The same of the entry alone, where its ancestors are."""
+    """The same of the snapshot alone, where its ancestors are."""
 
 
-def worths(cache: PrefixCache, seconds: Callable[[int, int], float], costs: MemoryCosts) -> Iterator[EntryWorth]:
-    """Yield the worth of each entry, as eviction.py computes that of snapshots in memory.
+def worths(store: SnapshotStore, seconds: Callable[[int, int], float], costs: MemoryCosts) -> Iterator[SnapshotWorth]:
+    """Yield the worth of each snapshot, as eviction.py computes that of those in memory.
 
-    An entry that no other one continues counts as the last of its conversation, also if it is only on disk.
+    A snapshot that no other one continues counts as the last of its conversation, also if it is only on disk.
 
     Args:
-        cache: The stored snapshots.
+        store: The stored snapshots.
         seconds: Predicts the seconds of computing the tokens from start to end of a prompt.
         costs: Bytes of tokens and states.
     """
-    entries = list(cache.index.entries())
-    continued = {entry.parent for entry in entries}
-    for entry in entries:
-        yield worth_of(entry, entry.digest not in continued, cache, seconds, costs)
+    nodes = list(store.nodes())
+    continued = {node.parent_digest for node in nodes}
+    for node in nodes:
+        yield worth_of(node, node.digest not in continued, store, seconds, costs)
 
 
 def worth_of(
-    entry: CacheEntry,
+    node: SnapshotNode,
     is_last: bool,
-    cache: PrefixCache,
+    store: SnapshotStore,
     seconds: Callable[[int, int], float],
     costs: MemoryCosts,
-) -> EntryWorth:
-    """Return the worth of an entry.
+) -> SnapshotWorth:
+    """Return the worth of a snapshot.
 
     Args:
-        entry: The entry.
-        is_last: Whether no other entry continues it.
-        cache: See worths.
+        node: The snapshot.
+        is_last: Whether no other snapshot continues it.
+        store: See worths.
         seconds: See worths.
         costs: See worths.
     """
-    path, lineage, forecast, now = cache.index.path(entry), entry.lineage, cache.lineages.forecast, cache.clock()
+    path, lineage, forecast, now = store.path(node), node.lineage, store.lineages.forecast, store.clock()
     start = path[1].num_tokens if len(path) > 1 else 0
-    in_memory = lineage.entries[-1] if lineage.entries else None
-    odds_key = odds_key_of(entry, entry if is_last else in_memory)
+    in_memory = lineage.nodes[-1] if lineage.nodes else None
+    odds_key = odds_key_of(node, node if is_last else in_memory)
     rate = forecast.rate(lineage, odds_key, now)
-    num_bytes = entry.num_tokens * costs.token_bytes + len(path) * costs.fixed()
-    own_bytes = (entry.num_tokens - start) * costs.token_bytes + costs.fixed()
-    return EntryWorth(
-        entry,
+    num_bytes = node.num_tokens * costs.token_bytes + len(path) * costs.fixed()
+    own_bytes = (node.num_tokens - start) * costs.token_bytes + costs.fixed()
+    return SnapshotWorth(
+        node,
         tuple(path),
         num_bytes,
         rate,
         forecast.probability(lineage, odds_key, now),
-        seconds(0, entry.num_tokens) * rate / max(num_bytes, 1),
-        seconds(start, entry.num_tokens) * rate / max(own_bytes, 1),
+        seconds(0, node.num_tokens) * rate / max(num_bytes, 1),
+        seconds(start, node.num_tokens) * rate / max(own_bytes, 1),
     )

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from engine.core.prefix_cache.node import CacheEntry
+from engine.core.prefix_cache.node import SnapshotNode
 from engine.placement import ConversationKeys, KnownPrefix
 
 MAX_KEYS = 16_384
@@ -21,7 +21,7 @@ class CachedTokens:
     num_tokens: int = 0
     is_on_disk: bool = False
     """Whether it must be read from disk."""
-    entry: CacheEntry | None = None
+    snapshot: SnapshotNode | None = None
     """The snapshot at its end; None if nothing is cached."""
 
 
@@ -32,11 +32,11 @@ class KnownPrefixes:
     """Finds the cached prefix of a prompt by its keys.
 
     Args:
-        find: Returns the stored entry with a digest; None if it has been evicted. Called on any thread.
+        find: Returns the stored snapshot with a digest; None if it has been evicted. Called on any thread.
         max_keys: Keys to remember.
     """
 
-    def __init__(self, find: Callable[[str | None], CacheEntry | None], max_keys: int = MAX_KEYS):
+    def __init__(self, find: Callable[[str | None], SnapshotNode | None], max_keys: int = MAX_KEYS):
         self._find = find
         self._max_keys = max_keys
         self._prefixes: OrderedDict[int, KnownPrefix] = OrderedDict()
@@ -46,7 +46,7 @@ class KnownPrefixes:
 
         Args:
             key: The key.
-            digest: Digest of the entry at the boundary.
+            digest: Digest of the snapshot at the boundary.
             num_tokens: Tokens before it.
             conversation: Key of the conversation; None for a system part.
         """
@@ -77,20 +77,20 @@ class KnownPrefixes:
         if len(self._prefixes) > self._max_keys:
             self._prefixes.popitem(last=False)
 
-    def note_answer(self, key: int, entry: CacheEntry) -> None:
-        """Remember the entry after the answer to the turn behind a key."""
+    def note_answer(self, key: int, snapshot: SnapshotNode) -> None:
+        """Remember the snapshot after the answer to the turn behind a key."""
         if (known := self._prefixes.get(key)) is not None:
-            self._prefixes[key] = replace(known, answer=entry.digest, answer_tokens=entry.num_tokens)
+            self._prefixes[key] = replace(known, answer=snapshot.digest, answer_tokens=snapshot.num_tokens)
 
-    def last_of(self, keys: ConversationKeys) -> CacheEntry | None:
-        """Return the entry from which the next turn of a conversation would go on; None if none is stored.
+    def last_of(self, keys: ConversationKeys) -> SnapshotNode | None:
+        """Return the snapshot from which the next turn of a conversation would go on; None if none is stored.
 
         Args:
             keys: The keys of its last prompt, which is answered.
         """
         for known in filter(None, map(self._prefixes.get, keys.turns)):
-            if (entry := self._find(known.answer) or self._find(known.digest)) is not None:
-                return entry
+            if (snapshot := self._find(known.answer) or self._find(known.digest)) is not None:
+                return snapshot
         return None
 
     # On any thread.
@@ -115,9 +115,9 @@ class KnownPrefixes:
             answer = self._find(known.answer) if follows else None
             found = answer or self._find(known.digest)
             if found is not None:
-                return CachedTokens(min(found.num_tokens, max_tokens), found.node is None, found)
+                return CachedTokens(min(found.num_tokens, max_tokens), found.snapshot is None, found)
         known = self._prefixes.get(keys.system)
         found = None if known is None else self._find(known.digest)
         if found is None:
             return NOTHING
-        return CachedTokens(min(found.num_tokens, max_tokens), found.node is None, found)
+        return CachedTokens(min(found.num_tokens, max_tokens), found.snapshot is None, found)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from engine.core.batch import PLAIN, Drafts
 from engine.core.cost_model import CostModel
-from engine.core.prefix_cache.node import CacheEntry
-from engine.core.prefix_cache.sessions import PrefixCacheSessions
+from engine.core.prefix_cache.cache import PrefixCache
+from engine.core.prefix_cache.node import SnapshotNode
 from engine.core.quoting.known_prefixes import KnownPrefixes
 from engine.core.quoting.residents import Residents
 from engine.core.request import Request
@@ -94,12 +94,12 @@ class LoadRecorder:
         arrived: Ids of the requests that have arrived last.
     """
 
-    def __init__(self, clock: Callable[[], float], scheduler: Scheduler, prefix: PrefixCacheSessions, costs: CostModel):
+    def __init__(self, clock: Callable[[], float], scheduler: Scheduler, prefix: PrefixCache, costs: CostModel):
         self.load = EngineLoad(at_s=clock())
         self._clock = clock
         self._costs = costs
         self._turn_s: float | None = None
-        self.prefixes = KnownPrefixes(prefix.cache.index.get)
+        self.prefixes = KnownPrefixes(prefix.store.get)
         self.residents = Residents(clock)
         self.arrived: OrderedDict[str, None] = OrderedDict()
         self._scheduler = scheduler
@@ -135,13 +135,13 @@ class LoadRecorder:
         seconds = self._costs.prompt_s(num_cached, num_tokens) + answer_s
         self._turn_s = seconds if self._turn_s is None else self._turn_s + TURN_WEIGHT * (seconds - self._turn_s)
 
-    def answer_complete(self, row: Request, entry: CacheEntry | None) -> None:
-        """Note a complete answer. entry: the snapshot after it; None without one."""
+    def answer_complete(self, row: Request, snapshot: SnapshotNode | None) -> None:
+        """Note a complete answer. snapshot: the one after it; None without one."""
         self._answer_tokens += ANSWER_WEIGHT * (len(row.output_token_ids) - self._answer_tokens)
         if (keys := row.spec.keys) is None:
             return
-        if entry is not None and keys.turns:
-            self.prefixes.note_answer(keys.turns[0], entry)
+        if snapshot is not None and keys.turns:
+            self.prefixes.note_answer(keys.turns[0], snapshot)
         self.residents.answered(keys, row.num_tokens)
 
     def publish(self) -> None:

@@ -126,10 +126,10 @@ class Quoter:
         return self._needs.costs
 
     def _snapshot(self, cached: CachedTokens) -> CachedSnapshot | None:
-        if (entry := cached.entry) is None:
+        if (stored := cached.snapshot) is None:
             return None
         costs = self._costs_of_memory
-        return CachedSnapshot(entry.digest, entry.num_tokens, entry.num_tokens * costs.token_bytes + costs.fixed())
+        return CachedSnapshot(stored.digest, stored.num_tokens, stored.num_tokens * costs.token_bytes + costs.fixed())
 
     # Seconds until the prompt is begun
 

@@ -11,7 +11,11 @@ from engine.worker.patches import (
     gated_delta_next,
     gated_delta_rows,
     gemma2_masks,
+    glm_cast,
+    internlm_rope,
     mistral_scale,
+    recurrent_gemma_norm,
+    row_positions,
     silu_cpu,
 )
 
@@ -22,10 +26,12 @@ def install(decodes: bool) -> None:
     Args:
         decodes: Whether this process has a decode batch, whose recurrent layers verify drafts.
     """
-    embedding_scale.install()
+    correct_families()
     gated_delta_next.install()
     gemma2_masks.install()
+    glm_cast.install()
     mistral_scale.install()
+    row_positions.install()
     if not loader.on_gpu():
         if decodes:
             gated_delta_rows.install()
@@ -34,3 +40,10 @@ def install(decodes: bool) -> None:
         silu_cpu.install()
     elif mx.cuda.is_available():
         gated_delta_cuda.install()
+
+
+def correct_families() -> None:
+    """Install the patches of families that the library computes wrongly even for one prompt without a cache."""
+    embedding_scale.install()
+    internlm_rope.install()
+    recurrent_gemma_norm.install()

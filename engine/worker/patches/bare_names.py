@@ -6,6 +6,7 @@ sentence-transformers saves a decoder without its output layer, so that `model.l
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import getattr_static
 from typing import Any
 
 from mlx_vlm.utils import get_model_and_args
@@ -21,11 +22,12 @@ def bare_names(model_config: dict[str, Any]) -> Iterator[None]:
     if not hasattr(model, "sanitize"):
         yield
         return
-    original = model.sanitize
+    original = getattr_static(model, "sanitize")
 
     def sanitize(self: Any, weights: dict[str, Any]) -> dict[str, Any]:
         is_bare = BARE in weights
-        return original(self, {f"model.{name}": weight for name, weight in weights.items()} if is_bare else weights)
+        renamed = {f"model.{name}": weight for name, weight in weights.items()} if is_bare else weights
+        return original.__get__(self, model)(renamed)  # a method or a static method
 
     model.sanitize = sanitize
     try:

@@ -7,10 +7,10 @@ from collections import OrderedDict
 import numpy as np
 
 from engine.config import BoundaryKind
-from engine.core.prefix_cache.cache import PrefixCache
-from engine.core.prefix_cache.node import CacheEntry
+from engine.core.prefix_cache.node import SnapshotNode
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
+from engine.core.prefix_cache.store import SnapshotStore
 from engine.protocol import PromptOrigin
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.snapshot import StateSnapshot, is_finite, restore, take
@@ -30,41 +30,41 @@ class DraftReuse:
 
     def __init__(self, draft: Draft):
         self._draft = draft
-        self._cache = PrefixCache()
-        self._memory = SnapshotMemory(self._cache, 0)
+        self._store = SnapshotStore()
+        self._memory = SnapshotMemory(self._store, 0)
         self._importances: OrderedDict[str, np.ndarray] = OrderedDict()
 
     @property
     def num_bytes(self) -> int:
-        return self._cache.num_bytes
+        return self._store.num_bytes
 
     def limit(self, max_bytes: int) -> None:
         """Set the bytes of all snapshots; the least recently used are removed first."""
         self._memory.max_bytes = max_bytes
         self._make_room(0)
 
-    def touch(self, key: PromptKey, max_tokens: int) -> CacheEntry | None:
+    def touch(self, key: PromptKey, max_tokens: int) -> SnapshotNode | None:
         """Return the longest cached prefix of at most `max_tokens` tokens and mark it as used; None without one."""
-        entry = self._cache.index.match(key, max_tokens)
-        if entry is not None:
-            self._cache.touch(entry)
-        return entry
+        node = self._store.match(key, max_tokens)
+        if node is not None:
+            self._store.touch(node)
+        return node
 
     def restore(self, key: PromptKey, cache: SequenceCache, num_slots: int) -> int:
         """Restore the longest cached prefix into an empty cache; return its number of tokens, never all of the prompt.
 
         Raises whatever the library raises; the snapshot is removed then.
         """
-        entry = self.touch(key, len(key) - 1)
-        if entry is None:
+        node = self.touch(key, len(key) - 1)
+        if node is None:
             return 0
-        assert entry.node is not None and isinstance(entry.node.snapshot, StateSnapshot)
+        assert isinstance(node.snapshot, StateSnapshot)
         try:
-            restore(entry.node.snapshot, cache, num_slots)
+            restore(node.snapshot, cache, num_slots)
         except Exception:
-            self._cache.forget(entry)
+            self._store.forget(node)
             raise
-        return entry.num_tokens
+        return node.num_tokens
 
     def store(self, key: PromptKey, kind: BoundaryKind, cache: SequenceCache) -> str | None:
         """Store the state after all tokens of `key`; return its digest, or None if nothing was stored.
@@ -78,18 +78,19 @@ class DraftReuse:
         if not is_finite(cache):
             log.warning("the draft's state after %d tokens contains NaN or inf and is not stored", len(key))
             return None
-        node = parent.node if parent is not None else None  # None if it was just evicted
-        before = node.snapshot if node is not None else None
-        snapshot = take(cache, None, len(key), before.segment if isinstance(before, StateSnapshot) else None)
+        before = parent.snapshot if parent is not None else None
+        if not isinstance(before, StateSnapshot):  # it was just evicted
+            parent = before = None
+        snapshot = take(cache, None, len(key), None if before is None else before.segment)
         digest, now = key.digest(), time.monotonic()
-        in_front = parent.digest if parent is not None and node is not None else None
-        entry = CacheEntry(digest, key, kind, in_front, PromptOrigin(), pinned=False, created_s=now, used_s=now)
-        return digest if self._memory.store(entry, snapshot, node) else None
+        in_front = None if parent is None else parent.digest
+        node = SnapshotNode(digest, key, kind, in_front, PromptOrigin(), pinned=False, created_s=now, used_s=now)
+        return digest if self._memory.add(node, snapshot, parent) is not None else None
 
     def forget(self, digest: str) -> None:
         """Remove a snapshot; unknown digests are ignored."""
-        if (entry := self._cache.index.get(digest)) is not None:
-            self._cache.forget(entry)
+        if (node := self._store.get(digest)) is not None:
+            self._store.forget(node)
 
     def importance(self, key: PromptKey) -> np.ndarray | None:
         """Return the importance float32 [num_prompt_tokens] of a recently scored prompt; None if unknown."""
@@ -106,14 +107,14 @@ class DraftReuse:
 
     def clear(self) -> None:
         """Remove everything."""
-        self._cache.reset()
+        self._store.reset()
         self._importances.clear()
 
     def _make_room(self, num_bytes: int) -> bool:
         """Evict snapshots until `num_bytes` are free; return False if they do not fit at all."""
         if num_bytes > self._memory.max_bytes:
             return False
-        while self._cache.num_bytes + num_bytes > self._memory.max_bytes:
-            *_, oldest = self._cache.index.entries()
-            self._cache.forget(oldest)
+        while self._store.num_bytes + num_bytes > self._memory.max_bytes:
+            *_, oldest = self._store.nodes()
+            self._store.forget(oldest)
         return True

@@ -47,11 +47,11 @@ class NoPrefixes:
     def source_of(self, row: Request) -> Request | None:
         return None
 
-    def promise(self, rows: Sequence[Request]) -> bool:
-        return False
+    def assign(self, rows: Sequence[Request]) -> None:
+        """There is nothing to take over."""
 
-    def cancel(self, rows: Sequence[Request]) -> None:
-        """Nothing was promised."""
+    def revoke(self, rows: Sequence[Request]) -> None:
+        """Nothing was assigned."""
 
 
 def spec(request_id: str, num_prompt: int = 4, max_tokens: int = 30, priority: int = 0, n: int = 1) -> EngineRequest:

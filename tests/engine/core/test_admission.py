@@ -112,19 +112,19 @@ def test_snapshots_and_image_features_are_both_evicted_where_neither_is_enough()
     engine = driver(30_000, prefix_cache={"enabled": True, "max_gb": 1})
     engine.run({0: [request(f"before{i}", 30, 3, i) for i in range(4)]})
     engine.core.runner.feature_bytes = 6000  # type: ignore[misc]
-    snapshots = engine.core.prefix.cache.num_bytes
+    snapshots = engine.core.prefix.store.num_bytes
     big = request("big", 10, 1700, 7)
     missing = engine.core.budget.shortfall_bytes([Request(big)])
     assert missing > max(snapshots, 6000) and engine.core.clamp_max_tokens(big) == big
     assert engine.run({0: [big]})["big"] == answer(big)
-    assert engine.core.prefix.cache.num_bytes < snapshots and engine.core.runner.feature_bytes == 0
+    assert engine.core.prefix.store.num_bytes < snapshots and engine.core.runner.feature_bytes == 0
 
 
 def test_the_allocation_overhead_of_snapshots_counts_as_evictable():
     engine = driver(30_000, replace(COSTS, snapshot_slack=300), prefix_cache={"enabled": True, "max_gb": 1})
     engine.run({0: [request(f"before{i}", 30, 3, i) for i in range(4)]})
-    cache, big = engine.core.prefix.cache, request("big", 10, 1720, 7)
-    held = cache.num_bytes + 300 * cache.tree.num_in_memory
+    cache, big = engine.core.prefix.store, request("big", 10, 1720, 7)
+    held = cache.num_bytes + 300 * cache.num_in_memory
     assert cache.num_bytes < engine.core.budget.shortfall_bytes([Request(big)]) <= held, (
         "arrays alone would not suffice"
     )
@@ -265,16 +265,14 @@ def test_a_row_is_not_preempted_before_it_has_run_for_twenty_times_its_recompute
 def test_eviction_that_cannot_free_enough_evicts_nothing_and_pinned_snapshots_stay():
     engine = driver(30_000, replace(COSTS, snapshot_slack=300), prefix_cache={"enabled": True, "max_gb": 1})
     engine.run({0: [request(f"before{i}", 30, 3, i) for i in range(4)]})
-    cache, evictable = engine.core.prefix.cache, engine.core._evictable
-    pinned = next(cache.index.entries())
-    cache.tree.pin(pinned)
-    assert evictable.pinned_bytes == cache.tree.pinned_bytes + 300
+    cache, evictable = engine.core.prefix.store, engine.core._evictable
+    pinned = next(cache.nodes())
+    cache.pin(pinned)
+    assert evictable.pinned_bytes == cache.pinned_bytes + 300
     before = evictable.num_bytes
     assert not evictable.evict(evictable.evictable_bytes + 1) and evictable.num_bytes == before
     assert (
-        evictable.evict(evictable.evictable_bytes)
-        and [*cache.index.entries()] == [pinned]
-        and evictable.evictable_bytes == 0
+        evictable.evict(evictable.evictable_bytes) and [*cache.nodes()] == [pinned] and evictable.evictable_bytes == 0
     )
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +55,34 @@ def test_a_slow_grammar_times_out_and_serves_a_later_request_once_compiled() -> 
     compiler.close()
 
 
-def test_grammars_queued_behind_slow_ones_are_refused_with_a_retry_time() -> None:
+@pytest.fixture
+def go_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No grammar is compiled before it is set."""
+    event = threading.Event()
+    source = grammar_module._source
+
+    def held(*args: Any) -> str:
+        event.wait()
+        return source(*args)
+
+    monkeypatch.setattr(grammar_module, "_source", held)
+    yield event
+    event.set()
+
+
+def test_grammars_queued_behind_slow_ones_are_refused_with_a_retry_time(go_on: threading.Event) -> None:
     async def main() -> None:
-        compiler = compiler_with(compile_timeout_s=0.02)
+        compiler = compiler_with(compile_timeout_s=1)
         results = await asyncio.gather(*(compiler.compile(slow(i)) for i in range(4)), return_exceptions=True)
         compiler.close()
 
         assert [type(result) for result in results] == [InvalidRequest, InvalidRequest, Overloaded, Overloaded]
-        assert isinstance(results[2], Overloaded) and results[2].retry_after_s == 0.02
+        assert isinstance(results[2], Overloaded) and results[2].retry_after_s == 1
 
     asyncio.run(main())
 
 
-def test_the_number_of_waiting_grammars_is_limited() -> None:
+def test_the_number_of_waiting_grammars_is_limited(go_on: threading.Event) -> None:
     async def main() -> None:
         compiler = compiler_with()
         waiting = [asyncio.create_task(compiler.compile(slow(i))) for i in range(MAX_PENDING)]
@@ -74,6 +90,7 @@ def test_the_number_of_waiting_grammars_is_limited() -> None:
         with pytest.raises(Overloaded, match=f"{MAX_PENDING} grammars are queued"):
             await compiler.compile(CODES)
         compiler.close()
+        go_on.set()
         results = await asyncio.gather(*waiting, return_exceptions=True)
 
         assert {type(result) for result in results[3:]} == {EngineFailed}

@@ -28,6 +28,7 @@ from engine.processing.tokenizer import ChatTokenizer
 from engine.processing.tool_arguments import ToolTypes
 from engine.processing.tool_format import FUNCTION_GEMMA, LONGCAT, MINIMAX, PYTHONIC, ToolFormat
 from engine.protocol import GrammarSpec, InvalidRequest
+from tests.engine.processing.call_parts import joined
 from tests.engine.processing.tool_templates import FAMILIES
 
 F = {
@@ -64,7 +65,7 @@ def parse(tokenizer: ChatTokenizer, text: str, cuts: list[int] | None = None, **
     return AnswerDelta(
         "".join(delta.content for delta in deltas),
         "".join(delta.reasoning for delta in deltas),
-        tuple(call for delta in deltas for call in delta.tool_calls),
+        tuple(joined(call for delta in deltas for call in delta.tool_calls)),
     )
 
 
@@ -77,6 +78,7 @@ def test_an_answer_of_each_family_is_understood(tokenizers: Any, name: str):
     assert answer.content == family.content
     assert [(call.name, call.arguments) for call in answer.tool_calls] == list(family.calls)
     assert answer.reasoning == ("I think" if "I think" in family.answer else "")
+    assert parse(tokenizer, family.answer, enforces_calls=True) == answer
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -99,6 +101,10 @@ def test_parser_yields_whole_calls_and_no_markup_for_any_split_and_end(
     answer = parse(tokenizer, text, cuts)
 
     assert answer == parse(tokenizer, text)
+    streamed = parse(tokenizer, text, cuts, enforces_calls=True)
+    assert streamed == parse(tokenizer, text, enforces_calls=True)
+    complete = [(call.name, call.arguments) for call in streamed.tool_calls if call.is_last]
+    assert complete == list(family.calls)[: len(complete)] and len(complete) >= len(answer.tool_calls)
     assert [(call.name, call.arguments) for call in answer.tool_calls] == list(family.calls)[: len(answer.tool_calls)]
     if num_chars >= len(family.answer):
         assert len(answer.tool_calls) == len(family.calls)
@@ -348,7 +354,10 @@ def forced(tokenizer: ChatTokenizer, out: Path, grammar: GrammarSpec) -> tuple[i
 
 @pytest.mark.parametrize("value", MARKUP)
 @pytest.mark.parametrize("name", ["demo", *WITH_GRAMMAR])
-def test_a_forced_value_that_spells_markup_is_made_of_ordinary_tokens(tokenizers: Any, name: str, value: str):
+@pytest.mark.parametrize("enforces", [False, True])
+def test_a_forced_value_that_spells_markup_is_made_of_ordinary_tokens(
+    tokenizers: Any, name: str, value: str, enforces: bool
+):
     tokenizer, out = (ChatTokenizer(DEMO_MODEL), DEMO_MODEL) if name == "demo" else tokenizers[name]
     inner = {"type": "object", "properties": {"k": {"const": value}}, "required": ["k"], "additionalProperties": False}
     parameters = {"type": "object", "properties": {"s": {"enum": [value]}, "o": inner}, "required": ["s", "o"]}
@@ -361,10 +370,10 @@ def test_a_forced_value_that_spells_markup_is_made_of_ordinary_tokens(tokenizers
     token_ids = forced(tokenizer, out, grammar)
     reasoning = tokenizer.reasoning
     thought = reasoning.closing_ids if reasoning is not None and reasoning.always else ()
-    parser = tokenizer.answer_parser(AnswerRules(tools=tuple(tools), is_constrained=True))
+    parser = tokenizer.answer_parser(AnswerRules(tools=tuple(tools), is_constrained=True, enforces_calls=enforces))
     deltas = [*(parser.push([token_id]) for token_id in (*thought, *token_ids)), parser.finish()]
 
-    [call] = [call for delta in deltas for call in delta.tool_calls]
+    [call] = joined(call for delta in deltas for call in delta.tool_calls)
     assert json.loads(call.arguments) == {"s": value, "o": {"k": value}}
     assert not "".join(delta.content for delta in deltas).strip()
     shape = None if tokenizer.tool_format is None else tokenizer.tool_format.shape

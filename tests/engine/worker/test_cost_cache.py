@@ -1,5 +1,6 @@
 """Measured memory costs are read back exactly, and measured again whenever they may not hold."""
 
+import gc
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +42,27 @@ def test_the_base_follows_the_memory_that_is_active_at_the_start(tmp_path: Path)
     mx.eval(held)
     after = load_or_measure(tmp_path, "key", Measurement())
     assert after.base_bytes - before.base_bytes >= held.nbytes
+
+
+def test_garbage_that_is_still_held_at_the_first_start_is_not_subtracted_at_the_next_one(tmp_path: Path):
+    class Cycle:
+        def __init__(self) -> None:
+            self.own, self.array = self, mx.zeros(2**20, mx.uint8)
+
+    class CollectingMeasurement(Measurement):
+        def __call__(self) -> MemoryCosts:
+            gc.collect()  # as the real one does
+            return super().__call__()
+
+    gc.collect()
+    gc.disable()
+    try:
+        mx.eval(Cycle().array)
+        load_or_measure(tmp_path, "key", CollectingMeasurement())
+    finally:
+        gc.enable()
+    base = load_or_measure(tmp_path, "key", Measurement()).base_bytes
+    assert base == mx.get_active_memory() + COSTS.base_bytes
 
 
 @pytest.mark.parametrize(

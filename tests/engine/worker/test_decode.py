@@ -105,7 +105,8 @@ def test_the_exact_verifier_of_the_library_gives_the_same_tokens(
 
 
 def test_auto_verifies_exactly_only_on_metal_and_only_with_a_single_row(monkeypatch: pytest.MonkeyPatch):
-    library = SimpleNamespace(get_rope_index=None, speculative_logits_from_hidden=None)
+    model = SimpleNamespace(get_rope_index=None, model=lambda *arguments, **named: None, layers=[])
+    library = SimpleNamespace(**vars(model), speculative_logits_from_hidden=None)
     ways = {exact: LanguageModel(library, exact) for exact in get_args(MTPExact)}
     assert {exact: [view.verifies_exactly(n) for n in (1, 2)] for exact, view in ways.items()} == {
         "auto": [False, False],
@@ -115,7 +116,7 @@ def test_auto_verifies_exactly_only_on_metal_and_only_with_a_single_row(monkeypa
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.DeviceType.gpu))
     assert [ways["auto"].verifies_exactly(n) for n in (1, 2)] == [True, False]
-    assert not LanguageModel(SimpleNamespace(get_rope_index=None), "on").verifies_exactly(1), "without a verifier"
+    assert not LanguageModel(model, "on").verifies_exactly(1), "without a verifier"
 
 
 def test_configured_exactness_is_reported_and_refused_without_drafts(tiny: MLXRunner):

@@ -21,7 +21,8 @@ from engine.worker.draft_model import DraftModel
 from engine.worker.loader import open_model
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.driver import Driver, fix_prefill_costs
-from tests.support.families import FAMILIES, VOCAB_SIZE
+from tests.support.families import FAMILIES
+from tests.support.families.family import VOCAB_SIZE
 from tests.support.zoo import make, new_module
 
 NO_CACHE = {"prefix_cache": {"enabled": False}}

@@ -19,6 +19,7 @@ from engine.config import EngineConfig
 from engine.core.batch import PLAIN, Drafts, PromptChunk
 from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest, Progress, SamplingParams
+from engine.worker import prefill
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.driver import Driver, fix_prefill_costs
 from tests.support.families import FAMILIES
@@ -34,7 +35,18 @@ CHOSEN = tuple(_chosen.split(",")) if _chosen else tuple(FAMILIES)
 LAYOUTS = {FAMILIES[name].layout: name for name in reversed(CHOSEN)}
 """Layout -> the first family that has it."""
 
-every_family = pytest.mark.parametrize("served", CHOSEN, indirect=True, scope="module")
+TEXT_ALONE = {name for name in CHOSEN if not {"text_config", "vision_config"} & FAMILIES[name].config.keys()}
+
+every_family = pytest.mark.parametrize(
+    "served",
+    some_at_night(
+        CHOSEN,
+        TEXT_ALONE | set(LAYOUTS.values()),
+        "language models of vision models, of layouts that the gate runs in another family",
+    ),
+    indirect=True,
+    scope="module",
+)
 one_family_of_each_layout = pytest.mark.parametrize(
     "served",
     some_at_night(CHOSEN, set(LAYOUTS.values()), "the gate runs one family of each layout"),
@@ -124,14 +136,15 @@ def _step_until(driver: Driver, request_id: str, num_tokens: int) -> None:
     raise AssertionError(f"{request_id} has {driver.tokens[request_id]}: {driver.errors}")
 
 
-@every_family
+@one_family_of_each_layout
 def test_requests_that_arrive_together_share_forwards_and_get_the_same_tokens_as_alone(served):
     driver = Driver(served.runner, EngineConfig.model_validate(NO_CACHE))
     fix_prefill_costs(driver.core, 0.02, 1e-5)
     driver.run({0: [served.request(turn) for turn in served.turns]})
     for turn in served.turns:
         served.check(driver, turn)
-    assert driver.core.stats.num_bursts and not driver.core.stats.num_failed_bursts
+    assert (driver.core.stats.num_bursts > 0) == (served.runner.no_bursts is None)
+    assert not driver.core.stats.num_failed_bursts
 
 
 @one_family_of_each_layout
@@ -154,14 +167,15 @@ def test_prompts_with_a_common_beginning_compute_it_once_and_the_rest_in_one_for
     tokens = driver.run({0: requests})
     assert tokens == alone.tokens and tokens["0"] == served.turns["first"].answer.tokens[:6]
     assert [chunks[0].num_cached for chunks in driver.chunks.values()].count(30) == 2
-    assert driver.core.stats.num_bursts == 1
+    assert driver.core.stats.num_bursts == (served.runner.no_bursts is None)
 
 
-@every_family
+@one_family_of_each_layout
 def test_pieces_of_prompts_computed_in_one_forward_give_the_same_tokens_as_alone(served):
     """Prompts of 77, 45 and 13 tokens, in pieces of 11, 1 and 8; windows are of 8 tokens."""
     runner, tokens = served.runner, {}
-    assert runner.no_bursts is None
+    if runner.no_bursts is not None:
+        pytest.skip(runner.no_bursts)
     left = [Request(served.request(turn)) for turn in ("second", "first", "short")]
     most = {row.id: size for row, size in zip(left, (11, 1, 8), strict=True)}
     computed = dict.fromkeys(most, 0)
@@ -237,7 +251,7 @@ def _continue(served: Served, whole: Driver, name: str, cuts: Iterable[int], tog
             served.check(driver, "short")
 
 
-@every_family
+@one_family_of_each_layout
 def test_answer_cut_anywhere_goes_on_in_another_engine_with_the_same_tokens(served):
     """Beside other rows, behind a prompt that is computed again or comes from the prefix cache."""
     whole = Driver(served.runner, EngineConfig.model_validate(NO_CACHE))
@@ -247,7 +261,7 @@ def test_answer_cut_anywhere_goes_on_in_another_engine_with_the_same_tokens(serv
     _continue(served, whole, "first", (3, 9), 2)
 
 
-@pytest.mark.night("the gate cuts the answer of each family at five places")
+@pytest.mark.night("the gate cuts the answer of one family of each layout at five places")
 @every_family
 @pytest.mark.parametrize(("together", "config"), [(1, NO_CACHE), (3, {})], ids=["alone", "together, cached"])
 def test_answer_cut_after_each_of_32_tokens_goes_on_in_another_engine_with_the_same_tokens(served, together, config):
@@ -256,7 +270,7 @@ def test_answer_cut_after_each_of_32_tokens_goes_on_in_another_engine_with_the_s
     _continue(served, whole, "first", range(1, 33), together, **config)
 
 
-@every_family
+@one_family_of_each_layout
 def test_rows_of_a_family_leave_no_memory_behind(served):
     memory = served.runner.memory()
     assert memory["decode_cache_bytes"] == memory["prefill_cache_bytes"] == 0
@@ -266,7 +280,7 @@ def test_rows_of_a_family_leave_no_memory_behind(served):
 def test_sparse_prompt_gets_the_tokens_of_a_forward_over_its_kept_tokens(served):
     """Only models whose rope takes three positions per token get them explicitly, and can leave tokens out."""
     lm = served.runner._model.module.language_model
-    assert (served.runner.no_sparse is None) == hasattr(lm, "get_rope_index")
+    assert (served.runner.no_sparse is None) == served.runner._language_model.explicit_positions
     if served.runner.no_sparse is not None:
         return
     token_ids = np.array(served.turns["first"].token_ids, np.int32)
@@ -282,3 +296,34 @@ def test_sparse_prompt_gets_the_tokens_of_a_forward_over_its_kept_tokens(served)
         positions.append(len(token_ids) + i)
     assert driver.tokens["sparse"] == tokens[len(kept) :]
     served.check(driver, "second")
+
+
+@one_family_of_each_layout
+@pytest.mark.parametrize("chunk", [5, 64])
+def test_logprobs_of_a_prompt_are_those_of_forwards_without_any_state(served, chunk, monkeypatch):
+    """With the answer as part of the prompt, alone and beside a row that decodes; then its next tokens are the same."""
+    monkeypatch.setattr(prefill, "CHUNK_TOKENS", chunk)
+    turn = next(iter(served.turns))
+    asked = served.turns[turn]
+    whole = np.array([*asked.token_ids, *asked.answer.tokens], np.int32)
+    plain = replace(served.request(turn, "plain", max_tokens=3), token_ids=whole)
+    scored = [replace(plain, request_id=f"scored-{i}", prompt_logprobs=2) for i in range(2)]
+
+    driver = Driver(served.runner, EngineConfig.model_validate({"prefill_chunk_tokens": 16}))
+    driver.run({0: [plain], 30: [scored[0]], 33: [served.request(turn, "beside")], 36: [scored[1]]})
+
+    for request in scored:
+        first, *others = driver.chunks[request.request_id]
+        assert first.prompt_logprobs is not None and not any(chunk.prompt_logprobs for chunk in others)
+        assert len(first.prompt_logprobs) == len(whole) - 1 and first.num_cached == 0
+        said = [one.logprob for one in first.prompt_logprobs[len(asked.token_ids) - 1 :]]
+        np.testing.assert_allclose(said, asked.answer.logprobs, atol=LOGPROB_TOLERANCE)
+        best = [one.top[0] for one in first.prompt_logprobs[len(asked.token_ids) - 1 :]]
+        assert [token_id for token_id, _ in best] == list(asked.answer.tokens)
+        assert all(len(one.top) == 2 for one in first.prompt_logprobs)
+        assert driver.tokens[request.request_id] == driver.tokens["plain"]
+
+    begun = replace(scored[0], request_id="begun", progress=(Progress(tuple(driver.tokens["plain"][:1])),))
+    driver.run({0: [begun]})
+    assert driver.tokens["begun"] == driver.tokens["plain"][1:]
+    assert all(chunk.prompt_logprobs is None for chunk in driver.chunks["begun"]), "another engine has sent them"

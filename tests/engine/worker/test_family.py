@@ -1,12 +1,14 @@
 """Families that cannot be served are refused before a weight is read, with the reason."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import engine.worker  # noqa: F401  # before MLX
 
 import mlx.core as mx  # isort: skip
+import numpy as np
 import pytest
 from mlx_vlm.models.cache import CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
@@ -14,7 +16,10 @@ from engine.config import EngineConfig
 from engine.protocol import EngineFailed
 from engine.worker import loader
 from engine.worker.family import unsupported_reason
-from tests.support.families import FAMILIES, Family, text, vlm
+from engine.worker.refused_families import REFUSED
+from tests.support import zoo
+from tests.support.families import FAMILIES
+from tests.support.families.family import EXPERTS, SIGLIP, TOWER, Family, text, vlm
 from tests.support.zoo import make
 
 CHUNKED = Family(
@@ -108,3 +113,28 @@ def test_caches_decide_whether_layers_can_be_batched(caches, reason):
 
 def test_a_model_without_a_language_model_is_refused():
     assert "no language model" in (unsupported_reason(object(), frozenset()) or "")
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_whose_tokens_would_be_wrong_is_refused_by_name_before_its_weights_are_sought(family: str, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(text(family)))
+    with pytest.raises(
+        EngineFailed, match=re.escape(f"models of the family {family}") + ".*" + re.escape(REFUSED[family])
+    ):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("llada2_moe", text("llada2_moe", EXPERTS)),
+        ("mllama", vlm("mllama", text("mllama", cross_attention_layers=[1]), TOWER)),
+        ("paligemma", vlm("paligemma", text("gemma", num_key_value_heads=1), SIGLIP)),
+    ],
+)
+def test_tokens_of_refused_families_depend_on_how_a_prompt_is_cut(family: str, config: dict[str, Any], tmp_path):
+    """When this fails, see whether the family can be served."""
+    lm, token_ids = zoo.load(make(tmp_path / family, Family(config, ""))), zoo.prompt(20)
+    whole = zoo.incremental_greedy(lm, token_ids, 2)
+    cut = zoo.incremental_greedy(lm, token_ids, 2, 7)
+    assert family in REFUSED and not np.allclose(cut.logprobs, whole.logprobs, atol=1e-3)

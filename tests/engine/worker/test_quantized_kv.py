@@ -25,7 +25,8 @@ from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.quantized_kv import KVFormat
 from engine.worker.snapshot import import_arrays, is_finite
 from tests.support.driver import Driver
-from tests.support.families import FAMILIES, Family, text
+from tests.support.families import FAMILIES
+from tests.support.families.family import Family, text
 from tests.support.sparse_prompts import with_plan
 from tests.support.tiny import Tiny, build
 from tests.support.zoo import empty_cache, make

@@ -17,7 +17,8 @@ from engine.protocol import EngineFailed
 from engine.worker import loader
 from engine.worker.model_report import report
 from engine.worker.spec_prefill.draft import draft_engine_config
-from tests.support.families import FAMILIES, Family
+from tests.support.families import FAMILIES
+from tests.support.families.family import Family
 from tests.support.zoo import empty_cache, make, prompt
 from tests.support.zoo import load as load_by_library
 

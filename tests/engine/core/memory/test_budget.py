@@ -296,19 +296,19 @@ def test_random_arrivals_and_aborts_in_tight_memory_give_every_row_its_own_token
 def test_snapshots_are_evicted_before_a_request_waits_for_memory():
     cached = driver(budget=16_600, cache_gb=1.0)
     cached.run({0: [request("first", num_prompt=200, max_tokens=5)]})
-    assert cached.core.prefix.cache.num_bytes > 0
+    assert cached.core.prefix.store.num_bytes > 0
     big = request("big", num_prompt=240, max_tokens=40)
     assert cached.core.budget.shortfall_bytes(rows(big)) > 0
     cached.core.add_request(replace(big, tenant="other"))
     cached.core.step()
-    assert cached.core.scheduler.num_running == 1 and cached.core.prefix.cache.counters.num_evicted == 1
+    assert cached.core.scheduler.num_running == 1 and cached.core.prefix.store.counters.num_evicted == 1
 
 
 def test_a_snapshot_takes_no_memory_that_rows_have_reserved():
     cached = driver(budget=13_000, cache_gb=1.0)
     tokens = cached.run({0: [request("r", num_prompt=150, max_tokens=5)]})
     assert tokens["r"] == answer(request("r", num_prompt=150, max_tokens=5))
-    assert cached.core.prefix.cache.num_bytes == 0 and cached.core.prefix.cache.counters.num_rejected == 1
+    assert cached.core.prefix.store.num_bytes == 0 and cached.core.prefix.store.counters.num_rejected == 1
 
 
 def test_small_requests_overtake_one_that_waits_for_memory_only_for_a_limited_time():

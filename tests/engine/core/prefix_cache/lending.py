@@ -155,29 +155,28 @@ class Engine(Driver):
 
     @property
     def cache(self) -> Any:
-        return self.core.prefix.cache
+        return self.core.prefix.store
 
     def nodes(self) -> list[SnapshotNode]:
-        nodes = [entry.node for entry in self.cache.index.entries() if entry.node is not None]
-        return nodes + list(self.cache.tree._loose)
+        return [*(node for node in self.cache.nodes() if node.snapshot is not None), *self.cache._loose]
 
     def lent(self) -> dict[str, list[int]]:
         """Where segments end whose keys and values are in rows, by row id."""
         found: dict[str, list[int]] = {}
         for node in self.nodes():
-            if node.segment.is_lent:
-                found.setdefault(node.lent_to or "", []).append(node.entry.num_tokens)
+            if node.kv_segment.is_lent:
+                found.setdefault(node.owner or "", []).append(node.num_tokens)
         return {row_id: sorted(ends) for row_id, ends in found.items()}
 
-    def promised(self) -> dict[str, list[int]]:
+    def assigned(self) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
         for node in self.nodes():
-            if node.lent_to is not None and not node.segment.is_lent:
-                found.setdefault(node.lent_to, []).append(node.entry.num_tokens)
+            if node.owner is not None and not node.kv_segment.is_lent:
+                found.setdefault(node.owner, []).append(node.num_tokens)
         return {row_id: sorted(ends) for row_id, ends in found.items()}
 
     def stored(self) -> list[int]:
-        return sorted(entry.num_tokens for entry in self.cache.index.entries() if entry.node is not None)
+        return sorted(node.num_tokens for node in self.cache.nodes() if node.snapshot is not None)
 
     def step(self, num_steps: int = 1) -> None:
         for _ in range(num_steps):
@@ -187,23 +186,22 @@ class Engine(Driver):
 
     def check(self) -> None:
         """Each byte is counted once: as the cache's or as a row's, and it is where it is counted."""
-        cache, runner, loans = self.cache, self.runner, self.core.prefix._loans
+        cache, runner = self.cache, self.runner
         held_bytes = 0
         for node in self.nodes():
             segment: Any = node.segment
             held_bytes += node.segment_bytes + (node.state_bytes if node.snapshot is not None else 0)
             if segment.is_lent:
-                is_where_it_says = node.lent_to is not None and runner.holder.get(segment) == node.lent_to
-                assert is_where_it_says or not cache.tree.entries_behind(node), "it is lost"
+                is_where_it_says = node.owner is not None and runner.holder.get(segment) == node.owner
+                assert is_where_it_says or not cache.nodes_behind(node), "it is lost"
                 assert node.segment_bytes == 0
-            elif node.lent_to is None:
+            elif node.owner is None:
                 assert node.segment_bytes == BYTES_PER_TOKEN * segment.num_own
-            assert node.lent_to is None or node.lent_to in loans.row_ids or not cache.tree.entries_behind(node)
+            assert node.owner is None or node in cache.owned_by(node.owner)
         assert held_bytes == cache.num_bytes
         assert cache.num_bytes <= self.core.prefix.memory.max_bytes
         assert self.core.budget.free_bytes >= 0, f"{-self.core.budget.free_bytes} bytes are counted for two things"
-        for entry in cache.index.entries():
-            assert entry.node is None or entry.node.snapshot is not None
+        assert len(self.nodes()) == cache.num_segments
 
     def start(self, *requests: EngineRequest) -> None:
         """Until all of them decode."""
@@ -231,7 +229,7 @@ class Engine(Driver):
                 break
             self.step()
         assert not self.core.has_work
-        assert not self.core.prefix._loans.row_ids and not self.lent() and not self.promised()
+        assert not self.cache.owners and not self.lent() and not self.assigned()
         assert self.cache.integrity_error() is None
         assert self.cache.counters.num_integrity_errors == 0
 

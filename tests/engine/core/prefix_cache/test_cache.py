@@ -1,269 +1,424 @@
-"""The prefix cache evicts, rejects and remembers snapshots by the seconds that they save."""
+"""Prefixes that a prompt restores and stores, through the engine's step, with a runner without a model."""
 
-import math
-import sys
+import itertools
+import time
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
-from engine.core.prefix_cache.cache import PrefixCache
-from engine.core.prefix_cache.node import CacheEntry
-from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
-from tests.engine.core.prefix_cache.virtual_prompts import (
-    STATE_BYTES,
-    TOKEN_BYTES,
-    Conversation,
-    VirtualEngine,
-    room,
+from engine.config import EngineConfig
+from engine.core.prefix_cache.prompt_key import PromptKey
+from engine.protocol import Boundary, EngineRequest, FinishReason, ImagePatches, PromptOrigin, SamplingParams
+from tests.support.driver import Driver
+from tests.support.fake_runner import BYTES_PER_TOKEN, STATE_BYTES, STOP, FakeRunner, answer
+
+SYSTEM = list(range(100, 140))
+QUESTION = list(range(200, 230))
+GENERATION = [7, 8, 9]
+
+
+def config(**prefix_cache: Any) -> EngineConfig:
+    return EngineConfig.model_validate({"prefix_cache": prefix_cache, "prefill_chunk_tokens": 1000})
+
+
+def request(name: str, *parts: list[int], generation: list[int] = GENERATION, **more: Any) -> EngineRequest:
+    """The first part is the system part; a turn ends behind the last part."""
+    ids = [token for part in parts for token in part]
+    boundaries = (Boundary("system", len(parts[0])), Boundary("turn", len(ids)))
+    ids = np.array([*ids, *generation], np.int32)
+    sampling = SamplingParams(2, seed=len(name))
+    return EngineRequest(name, ids, sampling, (STOP,), **{"boundaries": boundaries, **more})
+
+
+def cached(driver: Driver, *requests: EngineRequest) -> list[int]:
+    """Each alone, one after the other: how many tokens came from the cache."""
+    for one in requests:
+        driver.run({0: [one]})
+        assert driver.finish[one.request_id] is FinishReason.LENGTH
+        assert driver.tokens[one.request_id] == answer(one)
+        assert driver.core.prefix.store.integrity_error() is None
+    return [driver.chunks[one.request_id][0].num_cached for one in requests]
+
+
+@pytest.fixture
+def runner() -> FakeRunner:
+    return FakeRunner()
+
+
+def prefills(runner: FakeRunner) -> list[int]:
+    return [call[2] for call in runner.calls if call[0] == "prefill"]
+
+
+def snapshots(runner: FakeRunner) -> list[int]:
+    return [call[2] for call in runner.calls if call[0] == "snapshot"]
+
+
+def test_a_second_conversation_hits_the_system_part_and_the_next_turn_the_turn_before(runner):
+    driver = Driver(runner, config())
+    first, other = request("a", SYSTEM, QUESTION), request("b", SYSTEM, QUESTION[::-1])
+    following = request("c", SYSTEM, QUESTION, GENERATION, [30] * 20)
+    assert cached(driver, first, other, following, replace(first, request_id="d")) == [0, 40, 70, 70]
+    assert driver.core.stats.num_cached_tokens == 180 == driver.core.prefix.store.counters.num_cached_tokens
+    assert (driver.core.prefix.store.counters.num_hits, driver.core.prefix.store.counters.num_misses) == (3, 1)
+
+
+def test_chunks_end_at_snapshot_boundaries_and_no_token_is_computed_twice(runner):
+    driver = Driver(runner, config())
+    cached(driver, request("a", SYSTEM, QUESTION, generation=[5] * 40))
+    assert snapshots(runner) == [40, 70, 109]
+    assert prefills(runner)[:3] == [40, 30, 39]
+    assert driver.core.stats.num_prompt_tokens == 110, "no token is computed twice"
+
+
+def test_chunks_end_only_with_the_system_part_where_the_runner_snapshots_prefixes(runner):
+    runner.snapshots_prefixes = True
+    driver = Driver(runner, config())
+    cached(driver, request("a", SYSTEM, QUESTION, generation=[5] * 40))
+    assert snapshots(runner) == [40, 70, 109]
+    assert prefills(runner) == [40, 70]
+    following = request("b", SYSTEM, QUESTION, [5] * 40, [6] * 20)
+    assert cached(driver, following) == [109]
+    assert driver.core.prefix.store.integrity_error() is None
+
+
+def test_a_boundary_that_saves_fewer_than_min_tokens_is_passed_over(runner):
+    driver = Driver(runner, config(min_tokens=32))
+    cached(driver, request("a", SYSTEM, QUESTION, generation=[5] * 40))
+    assert snapshots(runner) == [40, 109], "the turn is 30 tokens behind the system part"
+
+
+def test_the_end_of_a_prompt_gets_no_snapshot_where_the_end_of_its_turn_is_passed_over(runner):
+    """The turn is 10 tokens behind the system part, the prompt 20, and the next turn may not have the last 10."""
+    driver = Driver(runner, config())
+    cached(driver, request("a", SYSTEM, [5] * 10, generation=[6] * 11))
+    assert snapshots(runner) == [40]
+
+
+def test_only_the_configured_boundaries_get_snapshots(runner):
+    driver = Driver(runner, config(boundaries=["turn"]))
+    cached(driver, request("a", SYSTEM, QUESTION, generation=[5] * 40))
+    assert snapshots(runner) == [70]
+
+
+def test_prompts_are_not_cached_when_the_cache_is_off_or_unsupported_by_the_model(runner):
+    off = Driver(runner, config(enabled=False))
+    assert cached(off, request("a", SYSTEM, QUESTION), request("b", SYSTEM, QUESTION)) == [0, 0]
+    assert off.core.prefix.status().off_reason == "prefix_cache.enabled is false"
+    runner.no_snapshots = "layer 3 cannot"
+    unable = Driver(runner, config())
+    assert cached(unable, request("a", SYSTEM, QUESTION), request("b", SYSTEM, QUESTION)) == [0, 0]
+    assert unable.core.prefix.status().off_reason == "layer 3 cannot" and not snapshots(runner)
+
+
+def test_a_hit_always_leaves_at_least_one_token_to_compute(runner):
+    driver = Driver(runner, config())
+    whole = EngineRequest("a", np.array(SYSTEM, np.int32), SamplingParams(1), (STOP,))
+    shorter = replace(whole, request_id="b", token_ids=whole.token_ids[:39])
+    assert cached(driver, whole, replace(whole, request_id="c"), shorter) == [0, 39, 0]
+
+
+def test_requests_that_come_together_prefill_their_common_prefix_once(runner):
+    driver = Driver(runner, config())
+    eight = [request(f"r{i}", SYSTEM, [300 + i] * 30) for i in range(8)]
+    driver.run({0: eight})
+    assert driver.core.stats.num_prompt_tokens == 40 + 8 * 33
+    assert [driver.chunks[r.request_id][0].num_cached for r in eight] == [0] + [40] * 7
+
+
+def test_tenants_share_no_snapshots_and_the_miss_reports_the_tenant(runner):
+    driver = Driver(runner, config())
+    mine, theirs = request("a", SYSTEM, QUESTION, tenant="mine"), request("b", SYSTEM, QUESTION, tenant="theirs")
+    nobodys = request("c", SYSTEM, QUESTION)
+    again = [replace(one, request_id=one.request_id * 2) for one in (mine, theirs, nobodys)]
+    assert cached(driver, mine, theirs, nobodys, *again) == [0, 0, 0, 70, 70, 70]
+    misses = driver.core.prefix.status().recent_misses
+    assert [miss.reason for miss in misses] == ["tenant", "tenant", "cold"]
+    assert not any(miss.prompt_token_ids or miss.stored_token_ids for miss in misses), "no tenant reads others' text"
+
+
+def test_prompts_with_equal_digests_are_still_compared(runner, monkeypatch):
+    monkeypatch.setattr(PromptKey, "digests", lambda self, lengths: ((n, f"{n}") for n in lengths if n <= len(self)))
+    runner.image_token_id = 9
+    driver = Driver(runner, config(boundaries=["turn"]))
+    seen = request("seen", SYSTEM, [9] * 10, QUESTION, images=(picture("red"),), tenant="mine")
+    others = (
+        replace(seen, request_id="blue", images=(picture("blue"),)),
+        replace(seen, request_id="theirs", tenant="theirs"),
+        replace(seen, request_id="text", token_ids=np.concatenate([[5], seen.token_ids[1:]]).astype(np.int32)),
+    )
+    assert cached(driver, seen, *others, replace(seen, request_id="same")) == [0, 0, 0, 0, 80]
+
+
+def test_two_alternating_system_prompts_both_stay_cached(runner):
+    driver = Driver(runner, config())
+    other = [token + 500 for token in SYSTEM]
+    turns = [
+        request(f"{name}{i}", part, [600 + i] * 20) for i in range(3) for name, part in (("a", SYSTEM), ("b", other))
+    ]
+    assert cached(driver, *turns) == [0, 0, 40, 40, 40, 40]
+
+
+def picture(content_hash: str, num_tokens: int = 10) -> ImagePatches:
+    return ImagePatches(np.zeros((4, 3, 8, 8), np.uint8), (1, 2, 2), num_tokens, content_hash)
+
+
+def test_a_prompt_with_another_image_does_not_hit_behind_the_image(runner):
+    runner.image_token_id = 9
+    driver = Driver(runner, config())
+    seen = [1, 2, *[9] * 10, 3, 4, 5, 6]
+    red = request("red", SYSTEM, seen, QUESTION, images=(picture("red"),))
+    blue = replace(red, request_id="blue", images=(picture("blue"),))
+    again = [replace(red, request_id="red2"), replace(blue, request_id="blue2")]
+    assert cached(driver, red, blue, *again) == [0, 40, 86, 86]
+    assert driver.core.prefix.status().recent_misses[0].reason == "image"
+    assert driver.core.prefix.status().recent_misses[0].num_common == 42
+
+
+def test_a_boundary_inside_an_image_gets_no_snapshot(runner):
+    runner.image_token_id = 9
+    driver = Driver(runner, config())
+    inside = replace(
+        request("a", SYSTEM, [9] * 10, QUESTION, images=(picture("red"),)),
+        boundaries=(Boundary("system", 45), Boundary("turn", 80)),
+    )
+    cached(driver, inside)
+    assert snapshots(runner) == [80]
+
+
+@pytest.mark.parametrize(("field", "reason"), [("tools", "tools"), ("template_kwargs", "template_kwargs")])
+def test_a_miss_names_the_changed_tools_or_template_arguments(runner, field, reason):
+    driver = Driver(runner, config())
+    changed = [*SYSTEM[:5], *[77] * 35]
+    first = request("a", SYSTEM, QUESTION, origin=PromptOrigin(**{field: "one"}))
+    second = request("b", changed, QUESTION, origin=PromptOrigin(**{field: "other"}))
+    assert cached(driver, first, second) == [0, 0]
+    (miss, _) = driver.core.prefix.status().recent_misses
+    assert (miss.reason, miss.num_common, miss.num_cached) == (reason, 5, 0)
+
+
+def test_a_miss_shows_where_the_text_differs(runner):
+    driver = Driver(runner, config())
+    changed = [*SYSTEM[:39], 77]
+    assert cached(driver, request("a", SYSTEM, QUESTION), request("b", changed, QUESTION)) == [0, 0]
+    (miss, cold) = driver.core.prefix.status().recent_misses
+    assert cold.reason == "cold" and cold.num_prompt_tokens == 73
+    assert (miss.reason, miss.num_common, miss.request_id) == ("text", 39, "b")
+    assert miss.prompt_token_ids == (77, *QUESTION[:7]) and miss.stored_token_ids[:1] == (139,)
+    assert driver.core.prefix.status().misses == {"cold": 1, "text": 1}
+
+
+def test_a_prompt_that_is_a_prefix_of_a_stored_one_is_reported_as_a_cold_miss(runner):
+    driver = Driver(runner, config(boundaries=["turn"]))
+    long = request("long", SYSTEM, [5] * 100, origin=PromptOrigin(template_kwargs="one"))
+    assert cached(driver, long, request("short", SYSTEM, [5] * 20, generation=[5])) == [0, 0]
+    assert driver.core.prefix.status().recent_misses[0].reason == "cold"
+
+
+def test_a_rewritten_history_is_reported_as_changed_text_although_its_system_part_hits(runner):
+    driver = Driver(runner, config())
+    long = [[*range(300, 400)], [*range(400, 420)]]
+    rewritten = [long[0][:90] + [5] * 10, long[1]]
+    assert cached(driver, request("a", SYSTEM, *long), request("b", SYSTEM, *rewritten)) == [0, 40]
+    miss = driver.core.prefix.status().recent_misses[0]
+    assert (miss.reason, miss.num_cached, miss.num_common, miss.boundary) == ("text", 40, 130, "turn")
+    assert driver.core.prefix.status().misses == {"cold": 1}, "it was a hit"
+
+
+PINNED = EngineRequest(
+    "pin",
+    np.array([*SYSTEM, 1], np.int32),
+    SamplingParams(1),
+    (STOP,),
+    boundaries=(Boundary("system", 40),),
+    pinned=True,
 )
-from tests.support.clock import Clock
+PER_PROMPT = 2 * STATE_BYTES + 70 * BYTES_PER_TOKEN
 
 
-def engine_with(num_bytes: int = sys.maxsize) -> VirtualEngine:
-    clock = Clock(0.0)
-    return VirtualEngine(SnapshotMemory(PrefixCache(clock), num_bytes), clock)
+def sized(num_bytes: int) -> EngineConfig:
+    return config(max_gb=num_bytes / 2**30)
 
 
-def entry_of(engine: VirtualEngine, conversation: Conversation) -> CacheEntry | None:
-    """The longest stored prefix of a conversation."""
-    key, _ = conversation.prompt()
-    return engine.cache.index.match(key, len(key))
+def test_a_conversation_that_returned_outlives_another_and_the_miss_reports_the_eviction(runner):
+    milliseconds = itertools.count()
+    driver = Driver(runner, config(), lambda: next(milliseconds) / 1000)
+    a, b = (request(name, [start + token for token in SYSTEM], QUESTION) for name, start in (("a", 0), ("b", 50)))
+    assert cached(driver, a, b, replace(a, request_id="a2")) == [0, 0, 70]
+    driver.core.prefix.memory.evict()
+    assert cached(driver, replace(a, request_id="a3"), replace(b, request_id="b2")) == [70, 40]
+    miss = driver.core.prefix.status().recent_misses[0]
+    assert (miss.reason, miss.boundary, miss.num_common) == ("evicted", "turn", 70)
 
 
-def num_stored(engine: VirtualEngine, conversation: Conversation) -> int:
-    entry = entry_of(engine, conversation)
-    return entry.num_tokens if entry is not None else 0
+def test_memory_of_a_long_conversation_grows_linearly_with_its_length(runner):
+    driver = Driver(runner, config())
+    parts = [SYSTEM]
+    for turn in range(20):
+        parts.append([1000 + turn] * 25)
+        hits = cached(driver, request(f"t{turn}", *parts))
+        assert hits == [0 if not turn else 40 + 25 * turn]
+    entries = driver.core.prefix.status().entries
+    num_tokens = 40 + 20 * 25
+    assert driver.core.prefix.store.num_bytes == num_tokens * BYTES_PER_TOKEN + len(entries) * STATE_BYTES
+    assert len(entries) == 21
 
 
-def test_the_snapshot_that_saves_fewer_seconds_per_byte_is_evicted_first():
-    engine = engine_with()
-    short, long = engine.conversation(10), engine.conversation(500)
-    engine.turn(short, 0)
-    engine.turn(long, 0)
-    engine.turn(engine.conversation(400), 0)
-    assert engine.memory.evict()
-    assert (num_stored(engine, short), num_stored(engine, long)) == (0, 500), "its state is as large"
+def test_snapshots_behind_a_removed_one_still_hit(runner):
+    driver = Driver(runner, config())
+    parts = [SYSTEM, [1] * 25, [2] * 25, [3] * 25]
+    cached(driver, request("a", *parts[:2]), request("b", *parts[:3]), request("c", *parts))
+    cache = driver.core.prefix.store
+    middle = next(entry for entry in cache.nodes() if entry.num_tokens == 90)
+    before = cache.num_bytes
+    cache.forget(middle)
+    assert before - cache.num_bytes == STATE_BYTES, "its segment is still needed"
+    assert cached(driver, request("d", *parts, [4] * 25)) == [115]
+    while len(cache):
+        cache.forget(next(iter(cache.nodes())))
+    assert cache.num_bytes == 0 and cache.integrity_error() is None
 
 
-def test_the_least_recently_used_of_equally_valuable_snapshots_is_evicted_first():
-    engine = engine_with()
-    talks = [engine.conversation(50) for _ in range(3)]
-    for talk in (*talks, talks[0]):
-        engine.turn(talk, 0)
-    looked_at = entry_of(engine, talks[1])
-    assert looked_at is not None
-    engine.cache.touch(looked_at)
-    engine.memory.evict()
-    assert [num_stored(engine, talk) for talk in talks] == [50, 50, 0]
+def test_a_snapshot_larger_than_the_whole_cache_is_rejected_without_eviction(runner):
+    driver = Driver(runner, sized(PER_PROMPT + 100))
+    assert cached(driver, request("a", SYSTEM, QUESTION)) == [0]
+    huge = request("b", list(range(500)), QUESTION)
+    assert cached(driver, huge, replace(huge, request_id="c"), request("a2", SYSTEM, QUESTION)) == [0, 0, 70]
+    assert driver.core.prefix.store.counters.num_rejected > 0 == driver.core.prefix.store.counters.num_evicted
 
 
-def test_earlier_snapshots_of_a_conversation_are_evicted_before_its_last():
-    engine = engine_with()
-    talk = engine.conversation(100)
+def test_a_pinned_snapshot_survives_other_prompts_and_clearing(runner):
+    driver = Driver(runner, sized(2 * PER_PROMPT))
+    cached(driver, PINNED)
+    others = [request(f"r{i}", [300 + 50 * i + token for token in range(40)], QUESTION) for i in range(6)]
+    cached(driver, *others)
+    driver.core.prefix.clear()
+    assert cached(driver, request("b", SYSTEM, QUESTION)) == [40]
+    (entry, *_) = [entry for entry in driver.core.prefix.status().entries if entry.pinned]
+    assert entry.num_tokens == 40 and driver.core.prefix.status().num_pinned == 1
+
+
+def test_a_snapshot_that_does_not_fit_beside_pinned_ones_is_rejected_without_eviction(runner):
+    driver = Driver(runner, sized(2 * PER_PROMPT))
+    small = request("small", [9] * 20, [8] * 20)
+    large = request("large", list(range(350)), QUESTION)
+    assert cached(driver, PINNED, small, large, replace(small, request_id="again")) == [0, 0, 0, 40]
+    assert driver.core.prefix.status().num_rejected == 1 and driver.core.prefix.status().num_evicted == 0
+
+
+def test_clearing_empties_the_cache_and_the_next_miss_reports_it(runner):
+    driver = Driver(runner, config())
+    cached(driver, request("a", SYSTEM, QUESTION))
+    cleared = driver.core.prefix.clear()
+    assert (cleared.num_entries, cleared.num_bytes) == (2, PER_PROMPT)
+    assert driver.core.prefix.status().num_bytes == driver.core.prefix.status().num_entries == 0
+    assert cached(driver, request("b", SYSTEM, QUESTION)) == [0]
+    assert driver.core.prefix.status().recent_misses[0].reason == "cleared"
+
+
+def test_clearing_the_cache_while_a_prompt_continues_a_snapshot_costs_no_answer(runner):
+    driver = Driver(runner, EngineConfig(prefill_chunk_tokens=16))
+    cached(driver, request("a", SYSTEM, QUESTION))
+    driver.core.add_request(request("b", SYSTEM, QUESTION, [300] * 60))
+    driver.core.step()
+    driver.core.step()
+    driver.core.prefix.clear()
+    driver.run({0: []})
+    assert driver.tokens["b"] == answer(request("b", SYSTEM, QUESTION))
+    assert driver.core.prefix.store.integrity_error() is None
+    assert cached(driver, request("c", SYSTEM, QUESTION, [300] * 60, [5] * 10)) == [130]
+
+
+def test_the_complete_snapshots_of_an_aborted_prompt_stay_in_the_cache(runner):
+    driver = Driver(runner, EngineConfig(prefill_chunk_tokens=16))
+    long = request("a", SYSTEM, [300] * 60)
+    driver.run({0: [long]}, aborts={5: ["a"]})
+    assert [entry.num_tokens for entry in driver.core.prefix.status().entries] == [40]
+    assert driver.core.prefix.store.integrity_error() is None
+    assert cached(driver, replace(long, request_id="b")) == [40]
+
+
+def test_a_failed_prompt_removes_the_snapshots_it_has_stored(runner):
+    driver = Driver(runner, EngineConfig(prefill_chunk_tokens=16))
+    cached(driver, request("before", SYSTEM, [5] * 30))
+    driver.core.add_request(request("a", [9, *SYSTEM], [300] * 60))
     for _ in range(4):
-        engine.turn(talk, 5)
-    for _ in range(3):
-        engine.memory.evict()
-    assert [entry.num_tokens for entry in engine.cache.index.entries()] == [120]
-    assert engine.cache.num_bytes == 120 * TOKEN_BYTES + STATE_BYTES, "all of its keys and values are there"
+        driver.core.step()
+    assert {entry.num_tokens for entry in driver.core.prefix.status().entries} == {40, 41, 70}
+    runner.broken = {"prefill"}
+    driver.core.step()
+    assert driver.finish["a"] is FinishReason.ERROR
+    runner.broken = set()
+    assert {entry.num_tokens for entry in driver.core.prefix.status().entries} == {40, 70}
+    assert driver.core.prefix.store.integrity_error() is None
 
 
-def test_an_earlier_snapshot_serves_a_conversation_whose_last_one_is_evicted():
-    engine = engine_with()
-    talk = engine.conversation(100)
-    engine.turn(talk, 5)
-    engine.turn(talk, 5)
-    last = entry_of(engine, talk)
-    assert last is not None
-    engine.cache.evict(last)
-    [before] = engine.cache.index.entries()
-    lineage = before.lineage
-    assert engine.turn(talk, 5) == 11
-    assert lineage.num_returns == 2, "each return counts once"
-    after = entry_of(engine, talk)
-    assert after is not None and after.lineage is lineage
+def test_a_state_that_is_not_finite_is_not_stored(runner, monkeypatch):
+    monkeypatch.setattr(runner, "snapshot", lambda rows, parent: None)
+    driver = Driver(runner, config())
+    assert cached(driver, request("a", SYSTEM, QUESTION), request("b", SYSTEM, QUESTION)) == [0, 0]
+    assert driver.core.prefix.status().num_entries == 0 and driver.core.prefix.status().num_rejected == 2
 
 
-def test_a_conversation_whose_last_snapshot_is_evicted_for_the_next_returns_once_per_turn():
-    engine = engine_with(room(1, 190))
-    talk = engine.conversation(100)
-    for _ in range(4):
-        engine.turn(talk, 20)
-        engine.clock.advance(100)
-    assert engine.cache.counters.num_evicted == 3
-    [entry] = engine.cache.index.entries()
-    assert entry.num_tokens == 180 and entry.lineage.num_returns == 3
-    assert entry.lineage.interval_s is not None and entry.lineage.interval_s > 100
+def test_a_snapshot_that_failed_to_restore_stays_for_the_next_prompt(runner):
+    driver = Driver(runner, config())
+    cached(driver, request("a", SYSTEM, QUESTION))
+    runner.broken = {"restore"}
+    assert cached(driver, request("b", SYSTEM, QUESTION)) == [0]
+    assert driver.core.prefix.status().num_unusable == 2, "the turn's, then the system part's"
+    runner.broken = set()
+    assert cached(driver, request("c", SYSTEM, QUESTION)) == [70]
 
 
-def test_a_prefix_that_several_conversations_continue_keeps_its_own_rate():
-    engine = engine_with()
-    common = engine.conversation(100)
-    engine.turn(common, 0)
-    for _ in range(3):
-        engine.turn(Conversation(common.token_ids), 5)
-    entry = entry_of(engine, common)
-    assert entry is not None and entry.num_hits == 3
-    assert entry.lineage.is_shared and entry.lineage.entries == [entry] and entry.lineage.num_returns == 2
-    assert len({id(one.lineage) for one in engine.cache.index.entries()}) == 4
-    assert engine.cache.integrity_error() is None
+@pytest.mark.parametrize("fault", ["snapshot", "restore"])
+def test_a_failed_snapshot_or_restore_does_not_fail_the_request(runner, fault):
+    driver = Driver(runner, config())
+    cached(driver, request("a", SYSTEM, QUESTION))
+    runner.broken = {fault}
+    assert cached(driver, request("b", SYSTEM, QUESTION[::-1])) == [0 if fault == "restore" else 40]
+    runner.broken = set()
+    assert driver.core.stats.failed_steps_in_a_row == 0
 
 
-def test_snapshots_of_prompt_ends_that_the_next_turn_lacks_are_counted_as_unused():
-    engine = engine_with()
-    talk = engine.conversation(100)
-    for _ in range(5):
-        engine.turn(talk, 5, generation=4)
-    kinds = [entry.kind for entry in engine.cache.index.entries() if entry.given_up_as is not None]
-    assert kinds.count("prompt") == 4
-    last = entry_of(engine, talk)
-    assert last is not None and last.lineage.num_returns == 4
-
-
-def test_a_snapshot_is_rejected_where_only_equally_valuable_ones_could_be_evicted_for_it():
-    engine = engine_with(room(2.5, 100))
-    talks = [engine.conversation(100) for _ in range(3)]
-    for talk in talks:
-        engine.turn(talk, 0)
-    assert [num_stored(engine, talk) for talk in talks] == [100, 100, 0]
-    counters = engine.cache.counters
-    assert (counters.num_rejected, counters.num_outvalued, counters.num_evicted) == (1, 1, 0)
-
-
-def test_a_rejected_snapshot_is_worth_more_when_its_conversation_returns():
-    engine = engine_with(room(2.5, 100))
-    talks = [engine.conversation(100) for _ in range(3)]
-    for talk in (*talks, *[talks[2]] * 2):
-        engine.turn(talk, 0)
-        engine.clock.advance(10)
-    assert num_stored(engine, talks[2]) == 100 and num_stored(engine, talks[1]) == 100
-
-
-def test_a_prompt_rejected_at_two_boundaries_does_not_count_as_a_return():
-    engine = engine_with(room(2.5, 10))
-    for _ in range(2):
-        engine.turn(engine.conversation(10), 0)
-    new = engine.conversation(10)
-    engine.turn(new, 0, generation=2)
-    key, _ = new.prompt(2)
-    ghost = engine.cache.lineages.ghost(key, 1, len(key) - 1)
-    assert engine.cache.counters.num_outvalued == 2
-    assert ghost is not None and ghost.lineage.num_returns == 0
-
-
-def test_snapshots_are_not_evicted_for_one_that_would_still_not_fit():
-    engine = engine_with(room(2.5, 100))
-    engine.turn(engine.conversation(100), 0)
-    before = engine.cache.num_bytes
-    engine.turn(engine.conversation(400), 0)
-    assert engine.cache.num_bytes == before and engine.cache.counters.num_outvalued == 0
-    assert engine.cache.counters.num_rejected == 1
-
-
-def test_a_snapshot_without_a_key_evicts_others_of_any_value():
-    engine = engine_with(room(2.5, 100))
-    for _ in range(2):
-        engine.turn(engine.conversation(100), 0)
-    assert not engine.memory.evict_for(room(1, 100), None, engine.conversation(100).prompt()[0])
-    assert engine.memory.evict_for(room(1, 100), None) and engine.cache.counters.num_evicted == 1
-
-
-def test_an_eviction_removes_as_many_snapshots_as_needed_and_no_more():
-    engine = engine_with()
+def test_a_preempted_row_continues_from_its_own_snapshot_and_counts_its_prompt_once(runner):
+    driver = Driver(
+        runner, EngineConfig.model_validate({"max_running": 1, "scheduler": {"policy": "priority", "ageing_s": 1000}})
+    )
+    slow = replace(request("slow", SYSTEM, QUESTION), sampling=SamplingParams(30, seed=4), priority=5)
+    driver.core.add_request(slow)
     for _ in range(10):
-        engine.turn(engine.conversation(100), 0)
-    assert engine.memory.evict(3 * room(1, 100) - 1)
-    assert engine.cache.tree.num_in_memory == 7
-    assert engine.memory.evict(2 * room(1, 100) + 20, overhead_bytes=10) and engine.cache.tree.num_in_memory == 5
-    assert engine.memory.evict(sys.maxsize) and not engine.memory.evict()
-    assert engine.cache.num_bytes == 0 and engine.cache.integrity_error() is None
+        driver.core.step()
+    driver.run({0: [request("fast", SYSTEM, QUESTION[::-1])]})
+    assert driver.tokens["slow"] == answer(slow) and driver.core.stats.num_preempted == 1
+    assert [call[1:] for call in runner.calls if call[0] == "restore"] == [("fast/0", 40), ("slow/0", 70)]
+    assert {chunk.num_cached for chunk in driver.chunks["slow"]} == {0}
+    assert driver.core.prefix.store.counters.num_hits == driver.core.prefix.store.counters.num_misses == 1
 
 
-def test_a_pinned_snapshot_and_the_kv_segments_it_needs_are_never_evicted():
-    engine = engine_with()
-    talk = engine.conversation(100)
-    engine.turn(talk, 5)
-    engine.turn(talk, 5)
-    last = entry_of(engine, talk)
-    assert last is not None
-    engine.cache.tree.pin(last)
-    engine.memory.evict(sys.maxsize)
-    assert [*engine.cache.index.entries()] == [last]
-    assert engine.cache.num_bytes == engine.cache.tree.pinned_bytes == 110 * TOKEN_BYTES + STATE_BYTES
+def test_inconsistent_accounts_are_detected_when_idle_and_the_cache_is_emptied(runner, caplog):
+    driver = Driver(runner, config())
+    cached(driver, request("a", SYSTEM, QUESTION))
+    driver.core.prefix.store.num_bytes += 1
+    for i in range(100):  # it does not look all the time
+        if "the prefix cache is inconsistent and is cleared" in caplog.text:
+            break
+        time.sleep(0.01)
+        driver.run({0: [EngineRequest(f"x{i}", np.array([1], np.int32), SamplingParams(1), (STOP,))]})
+    assert "the prefix cache is inconsistent and is cleared" in caplog.text
+    status = driver.core.prefix.status()
+    assert status.num_entries == status.num_bytes == 0 and status.num_integrity_errors == 1
+    assert cached(driver, request("b", SYSTEM, QUESTION), request("c", SYSTEM, QUESTION)) == [0, 70]
 
 
-def test_kv_segments_in_use_are_unevictable_and_no_snapshot_is_evicted_in_vain():
-    engine = engine_with(room(2.2, 100))
-    talk, other = engine.conversation(100), engine.conversation(100)
-    engine.turn(talk, 0)
-    engine.turn(other, 0)
-    entry = entry_of(engine, talk)
-    assert entry is not None
-    node = engine.cache.use(entry)
-    assert engine.cache.tree.unevictable_bytes() == 100 * TOKEN_BYTES and engine.cache.tree.pinned_bytes == 0
-    assert not engine.memory.evict_for(room(1.5, 100) + STATE_BYTES, None) and engine.cache.tree.num_in_memory == 2
-    engine.cache.tree.release(node)
-    assert engine.cache.tree.unevictable_bytes() == 0
-
-
-def test_the_price_is_the_seconds_that_eviction_is_expected_to_cost_and_evicts_nothing():
-    engine = engine_with()
-    cold, live = engine.conversation(100), engine.conversation(100)
-    for talk in (cold, live, live, live):
-        engine.turn(talk, 0)
-    assert engine.memory.price(1) == pytest.approx(100 * 0.6), "three of five first prompts come back"
-    assert engine.memory.price(engine.cache.num_bytes) == pytest.approx(60 + 90)
-    assert engine.memory.price(engine.cache.num_bytes + 1) == math.inf and engine.memory.price(0) == 0
-    assert engine.cache.tree.num_in_memory == 2
-    engine.clock.advance(86400)
-    assert engine.memory.price(1) < 1, "it has not come back for a day"
-
-
-def test_a_snapshot_that_is_on_disk_too_costs_no_more_than_reading_it():
-    clock, on_disk = Clock(0.0), set[str]()
-    cache = PrefixCache(clock, lambda digest: "" if digest in on_disk else None)
-    engine = VirtualEngine(SnapshotMemory(cache, sys.maxsize, read_seconds=lambda num_bytes: num_bytes / 1e6), clock)
-    filed, other = engine.conversation(100), engine.conversation(90)
-    engine.turn(filed, 0)
-    engine.turn(other, 0)
-    entry = entry_of(engine, filed)
-    assert entry is not None
-    on_disk.add(entry.digest)
-    assert engine.memory.price(1) == pytest.approx(0.5 * room(1, 100) / 1e6)
-    engine.memory.evict()
-    assert entry.node is None and num_stored(engine, filed) == 100 and num_stored(engine, other) == 90
-
-
-def test_the_cache_stays_consistent_after_any_turns_forks_evictions_and_clearings():
-    engine = engine_with(room(5, 60))
-    talks = [engine.conversation(40)]
-    for i in range(600):
-        talk = talks[engine.rng.randrange(len(talks))]
-        what = engine.rng.random()
-        if what < 0.2:
-            length = engine.rng.randint(20, len(talk.token_ids))
-            talks.append(Conversation(talk.token_ids[:length].copy(), engine.rng.choice((0, 10))))
-        elif what < 0.3:
-            engine.memory.evict(engine.rng.randrange(room(2, 60)))
-        elif what < 0.31:
-            engine.cache.clear()
-        else:
-            engine.turn(talk, engine.rng.randint(0, 10), generation=engine.rng.choice((0, 3)))
-        if i % 50 == 49:
-            talks = [engine.conversation(40), talk]
-        assert engine.cache.integrity_error() is None
-
-
-def test_the_arrays_of_snapshots_are_bounded_and_the_least_valuable_make_room():
-    engine = engine_with()
-    engine.memory = SnapshotMemory(engine.cache, sys.maxsize, max_snapshots=40)
-    talks = [engine.conversation(10) for _ in range(30)]
-    for talk in talks * 4:
-        engine.turn(talk, 5)
-        assert engine.cache.tree.num_nodes <= 40
-    assert engine.cache.tree.num_nodes > 20
-    assert num_stored(engine, talks[-1]) == 30, "the newest is there"
-    long = engine.conversation(5000)
-    engine.turn(long, 0)
-    for talk in talks:
-        engine.turn(talk, 5)
-    assert num_stored(engine, long) == 5000, "it saves more seconds than the others"
+def test_bytes_and_entries_of_the_status_add_up(runner):
+    driver = Driver(runner, config())
+    cached(driver, request("a", SYSTEM, QUESTION, tenant="salt"), request("b", SYSTEM, QUESTION, tenant="salt"))
+    status = driver.core.prefix.status()
+    assert sum(entry.num_bytes for entry in status.entries) == status.num_bytes == PER_PROMPT
+    assert [(entry.kind, entry.num_hits, entry.where) for entry in status.entries] == [
+        ("system", 0, "memory"),
+        ("turn", 1, "memory"),
+    ]
+    assert {entry.tenant for entry in status.entries} != {"salt"}, "a salt is a secret"
+    assert driver.core.memory["prefix_cache_bytes"] == status.num_bytes <= status.max_bytes == 2**30

@@ -56,7 +56,7 @@ class Engine(Driver):
             self.run({0: [one]})
             self.files.flush()
             assert self.finish[one.request_id] is FinishReason.LENGTH and self.tokens[one.request_id] == answer(one)
-            assert self.core.prefix.cache.integrity_error() is None
+            assert self.core.prefix.store.integrity_error() is None
         return [self.chunks[one.request_id][0].num_cached for one in requests]
 
     def where(self) -> dict[int, str]:
@@ -86,7 +86,7 @@ def test_a_snapshot_evicted_from_memory_is_read_back_from_its_file(engines):
     first, other = request("a", SYSTEM, [1] * 20), request("b", [500 + t for t in SYSTEM[:30]], [1] * 21)
     assert engine.cached(first, other, replace(first, request_id="c")) == [0, 0, 60]
     assert set(engine.where().values()) == {"disk", "both"}
-    assert engine.core.prefix.cache.counters.num_evicted > 0
+    assert engine.core.prefix.store.counters.num_evicted > 0
 
 
 def test_a_chain_is_read_back_without_the_states_in_between(engines):
@@ -96,8 +96,8 @@ def test_a_chain_is_read_back_without_the_states_in_between(engines):
     room = 4 * STATE_BYTES + 300 * BYTES_PER_TOKEN
     engine = restarted(engines, before, max_bytes=room)
     assert engine.cached(request("again", *turns(12))) == [40 + 12 * 20]
-    assert engine.core.prefix.cache.num_bytes <= room
-    assert engine.core.prefix.cache.counters.num_evicted == 0, "no other snapshot was evicted for them"
+    assert engine.core.prefix.store.num_bytes <= room
+    assert engine.core.prefix.store.counters.num_evicted == 0, "no other snapshot was evicted for them"
 
 
 def test_prefix_that_does_not_fit_into_the_cache_is_read_into_the_row_that_continues_it(engines):
@@ -105,7 +105,7 @@ def test_prefix_that_does_not_fit_into_the_cache_is_read_into_the_row_that_conti
     before.cached(request("a", *turns(12)))
     engine = restarted(engines, before, max_bytes=2 * STATE_BYTES)
     assert engine.cached(request("b", *turns(12))) == [280]
-    assert engine.core.prefix.cache.num_bytes <= 2 * STATE_BYTES
+    assert engine.core.prefix.store.num_bytes <= 2 * STATE_BYTES
 
 
 def test_prefix_that_does_not_fit_into_the_cache_is_computed_for_several_rows(engines):
@@ -123,7 +123,7 @@ def test_an_answer_is_written_when_the_kv_segments_in_front_of_it_are_returned(e
     spec = replace(request("a", SYSTEM, [1] * 60), sampling=SamplingParams(70, seed=1))
     engine.run({0: [spec]})
     engine.files.flush()
-    kinds = {entry.kind for entry in engine.core.prefix.cache.index.entries()}
+    kinds = {entry.kind for entry in engine.core.prefix.store.nodes()}
     assert {meta.kind for meta in engine.files.entries()} == kinds >= {"answer"}
 
 
@@ -162,7 +162,7 @@ def test_two_prompts_that_read_the_same_snapshot_at_the_same_time_are_both_serve
     for ask in asks:
         assert engine.chunks[ask.request_id][0].num_cached >= 40 + 20 * num_turns
         assert engine.tokens[ask.request_id] == answer(ask)
-    assert engine.core.stats.num_failed == 0 and engine.core.prefix.cache.integrity_error() is None
+    assert engine.core.stats.num_failed == 0 and engine.core.prefix.store.integrity_error() is None
 
 
 def test_layers_are_copied_step_by_step_while_rows_decode(engines, monkeypatch):
@@ -189,8 +189,8 @@ def test_entries_of_evicted_files_are_pruned_and_the_next_miss_reports_the_evict
     engine = engines(max_bytes=4 * STATE_BYTES, max_gb=2**16 / 2**30)
     for i in range(200):
         engine.cached(request(f"r{i}", [i * 50 + t for t in range(40)], [1] * 20))
-    engine.core.prefix.cache.prune()
-    assert len(engine.core.prefix.cache.index) <= len(engine.files.entries()) + 4 < 100
+    engine.core.prefix.store.prune()
+    assert len(engine.core.prefix.store) <= len(engine.files.entries()) + 4 < 100
     miss = engine.cached(request("old", list(range(40)), [1] * 20))
     assert miss == [0] and engine.core.prefix.status().recent_misses[0].reason == "evicted"
 
@@ -236,9 +236,9 @@ def test_a_file_is_kept_when_its_parent_is_evicted_from_memory_while_it_is_read(
     monkeypatch.setattr(engine.files, "load", lambda digest, prefix: read)
     engine.core.add_request(request("c", SYSTEM, [1] * 90))
     engine.core.step()
-    cache = engine.core.prefix.cache
-    (turn,) = [entry for entry in cache.index.entries() if entry.num_tokens == 130]
-    system = cache.index.get(turn.parent)
+    cache = engine.core.prefix.store
+    (turn,) = [entry for entry in cache.nodes() if entry.num_tokens == 130]
+    system = cache.get(turn.parent_digest)
     assert system is not None
     cache.forget_memory(system)
     monkeypatch.undo()
@@ -279,7 +279,7 @@ def test_an_abort_or_a_clear_while_prompts_wait_for_the_disk_costs_no_answer(eng
     session.reading.until_s = 0.0
     engine.run({0: []})
     assert engine.tokens["cleared"] == answer(request("cleared", SYSTEM, [1] * 20)) and "gone" not in engine.tokens
-    assert engine.core.prefix.cache.integrity_error() is None
+    assert engine.core.prefix.store.integrity_error() is None
 
 
 def pinned(name: str, ids: list[int]) -> EngineRequest:
@@ -315,7 +315,7 @@ def test_clearing_keeps_a_pinned_snapshot_even_if_its_parent_is_only_on_disk(eng
     engine.core.prefix.clear()
     engine.core.prefix.clear_files()
     engine.files.flush()
-    assert engine.where() == {40: "memory"} and engine.core.prefix.cache.integrity_error() is None
+    assert engine.where() == {40: "memory"} and engine.core.prefix.store.integrity_error() is None
     assert engine.cached(request("b", SYSTEM, [1] * 20)) == [40]
 
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from engine.core.prefix_cache.cache import PrefixCache
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
+from engine.core.prefix_cache.store import SnapshotStore
 from tests.engine.core.prefix_cache.virtual_prompts import LOADS, VirtualEngine, room, seconds
 from tests.support.clock import Clock
 
@@ -14,7 +14,7 @@ def run(name: str, by_value: bool = True, seed: int = 7) -> VirtualEngine:
     """Where nothing costs any seconds, all snapshots are worth the same, and the least recently used is evicted."""
     num_bytes, load = LOADS[name]
     clock = Clock(0.0)
-    memory = SnapshotMemory(PrefixCache(clock), num_bytes, seconds if by_value else lambda start, end: 0.0)
+    memory = SnapshotMemory(SnapshotStore(clock), num_bytes, seconds if by_value else lambda start, end: 0.0)
     engine = VirtualEngine(memory, clock, rng=random.Random(seed))
     load(engine)
     return engine
@@ -58,7 +58,7 @@ def test_prompts_that_are_never_seen_again_cost_the_live_conversations_next_to_n
 
 def test_a_new_conversation_is_stored_within_three_turns_after_an_old_one_has_ended():
     clock = Clock(0.0)
-    engine = VirtualEngine(SnapshotMemory(PrefixCache(clock), room(3.3, 620), seconds), clock)
+    engine = VirtualEngine(SnapshotMemory(SnapshotStore(clock), room(3.3, 620), seconds), clock)
     live = [engine.conversation(600) for _ in range(3)]
     for i in range(30):
         engine.turn(live[i % 3], 1)
@@ -71,5 +71,5 @@ def test_a_new_conversation_is_stored_within_three_turns_after_an_old_one_has_en
 
 def test_the_system_part_of_all_conversations_stays_in_memory():
     engine = run("one system part")
-    [entry] = [entry for entry in engine.cache.index.entries() if entry.kind == "system"]
+    [entry] = [entry for entry in engine.cache.nodes() if entry.kind == "system"]
     assert entry.num_hits > 300 and entry.created_s < 1200, "since the first prompt"

@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 
 from engine.config import DiskCacheConfig
-from engine.core.prefix_cache.cache import PrefixCache
+from engine.core.cost_model import CostModel
+from engine.core.prefix_cache.disk_tier import DiskTier
 from engine.core.prefix_cache.loans import Loans
-from engine.core.prefix_cache.node import CacheEntry
+from engine.core.prefix_cache.node import SnapshotNode
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
-from engine.core.prefix_cache.tree import SnapshotTree
+from engine.core.prefix_cache.store import SnapshotStore
 from engine.protocol import FinishReason, PromptOrigin
 from engine.snapshot_store.files import SnapshotFiles
 from tests.engine.core.prefix_cache.lending import Engine, following, request, tokens
+from tests.support.clock import Clock
 from tests.support.fake_runner import BYTES_PER_TOKEN, STATE_BYTES, FakeSnapshot, answer
 from tests.support.sparse_prompts import with_plan
 
@@ -94,7 +96,7 @@ def test_a_turn_pinned_by_a_later_request_is_not_lent_and_stays_in_the_cache(eng
     engine.start(pinned)
     assert engine.chunks["pinned"][0].num_cached == TURN
     assert TURN not in engine.lent().get("pinned/0", [])
-    assert len(engine.cache.tree.pinned) == 1
+    assert len(engine.cache.pinned) == 1
     engine.finish_all()
     assert TURN in engine.stored()
 
@@ -138,20 +140,20 @@ def test_a_row_that_fits_only_by_taking_over_its_prefix_is_admitted_without_evic
     assert engine.chunks["b"][0].num_cached == TURN and engine.cache.counters.num_evicted == 0
 
 
-def test_a_request_aborted_before_its_prefill_returns_the_kv_segments_promised_to_it():
+def test_a_request_aborted_before_its_prefill_returns_the_kv_segments_assigned_to_it():
     engine = tight(720, 3, cache={"answers": False})
     engine.ask(FIRST)
     engine.begin(long := request("long", tokens(3, 200), max_tokens=10))
     engine.core.add_request(LONG)
     for _ in range(50):
         engine.step()
-        if engine.promised():
+        if engine.assigned():
             break
-    assert engine.promised() == {"b/0": [TURN]} and not engine.runner.has("b/0")
+    assert engine.assigned() == {"b/0": [TURN]} and not engine.runner.has("b/0")
     assert engine.cache.num_bytes < size(TURN) + STATE_BYTES
     engine.core.abort("b")
     engine.step()
-    assert not engine.promised() and TURN in engine.stored()
+    assert not engine.assigned() and TURN in engine.stored()
     engine.finish_all()
     assert engine.tokens["long"] == answer(long)
 
@@ -161,238 +163,229 @@ class Shelf:
 
     def __init__(self, *ends: int, max_bytes: int = 2**30, kind: str = "turn"):
         self.engine = Engine()
-        self.cache = PrefixCache()
+        self.cache = SnapshotStore()
         self.room = sys.maxsize
         self.memory = SnapshotMemory(self.cache, max_bytes, room=lambda: self.room)
-        self.loans = Loans(self.memory, self.engine.runner)
-        self.entries: list[CacheEntry] = []
-        node = None
+        self.loans = Loans(self.memory, None, self.engine.runner)
+        self.nodes: list[SnapshotNode] = []
         for end in ends:
-            self.entries.append(self.store(tokens(1, end), node, kind))
-            node = self.entries[-1].node
+            self.nodes.append(self.store(tokens(1, end), self.nodes[-1] if self.nodes else None, kind))
 
-    def store(self, ids: list[int], parent: Any, kind: Any = "turn") -> CacheEntry:
+    def store(self, ids: list[int], parent: Any, kind: Any = "turn") -> SnapshotNode:
         key = PromptKey("model", "", np.array(ids, np.int32))
         start = 0 if parent is None else parent.snapshot.num_tokens
         snapshot = FakeSnapshot(key.token_ids, len(ids) - start, None if parent is None else parent.snapshot)
-        digest = None if parent is None else parent.entry.digest
-        entry = CacheEntry(key.digest(), key, kind, digest, PromptOrigin(), False, 0.0, 0.0)
-        assert self.memory.store(entry, snapshot, parent)
-        return entry
+        digest = None if parent is None else parent.digest
+        node = SnapshotNode(key.digest(), key, kind, digest, PromptOrigin(), False, 0.0, 0.0)
+        assert self.memory.add(node, snapshot, parent) is node
+        return node
 
-    def move(self, row_id: str, entry: CacheEntry) -> list[int]:
-        """As a restore does."""
-        lent = self.loans.lend(row_id, entry)
+    def assign(self, row_id: str, node: SnapshotNode) -> bool:
+        """Return whether the row owns anything then."""
+        self.loans.assign(row_id, node)
+        return row_id in self.cache.owners
+
+    def move(self, row_id: str, node: SnapshotNode) -> list[int]:
+        """Move KV segments as a restore does."""
+        lent = self.loans.move(row_id, node)
         for segment in lent:
             segment.is_lent = True  # type: ignore[attr-defined]
             self.engine.runner.holder[segment] = row_id
         self.engine.runner.prompts[row_id] = 0
         return [segment.num_tokens for segment in lent]  # type: ignore[attr-defined]
 
+    def drop(self, *row_ids: str) -> dict[str, list[int]]:
+        """Drop rows; return where the segments end that they give back."""
+        with self.loans.dropping(row_ids) as lent:
+            assert self.cache.num_bytes <= self.room
+            self.engine.runner.drop([row_id for row_id in row_ids if self.engine.runner.has(row_id)], lent)
+        return {row_id: [one.num_tokens for one in segments] for row_id, segments in lent.items()}  # type: ignore[attr-defined]
 
-def ends_of(segments: Sequence[Any]) -> list[int]:
-    return [segment.num_tokens for segment in segments]
 
-
-def test_promised_bytes_count_as_the_rows_until_the_promise_is_cancelled():
+def test_assigned_bytes_count_as_the_rows_until_they_are_revoked():
     shelf = Shelf(100, 200, 300)
-    assert shelf.loans.promise("r", shelf.entries[-1])
-    assert shelf.cache.num_bytes == 3 * STATE_BYTES and shelf.loans.row_ids == ["r"]
-    assert not shelf.loans.promise("other", shelf.entries[-1]), "it is promised already"
-    shelf.loans.cancel("r")
-    assert shelf.cache.num_bytes == 3 * STATE_BYTES + 3000 and not shelf.loans.row_ids
-    shelf.loans.cancel("unknown")
+    assert shelf.assign("r", shelf.nodes[-1])
+    assert shelf.cache.num_bytes == 3 * STATE_BYTES and shelf.cache.owners == ["r"]
+    assert not shelf.assign("other", shelf.nodes[-1]), "it has an owner already"
+    shelf.loans.revoke("r")
+    assert shelf.cache.num_bytes == 3 * STATE_BYTES + 3000 and not shelf.cache.owners
+    shelf.loans.revoke("unknown")
     assert shelf.cache.integrity_error() is None
 
 
-def test_cancel_keeps_kv_segments_that_the_row_has_already_taken_over():
+def test_revoke_keeps_kv_segments_that_the_row_has_already_taken_over():
     """It was preempted, and could not be admitted again before it was dropped."""
     shelf = Shelf(100, 200)
-    shelf.move("r", shelf.entries[-1])
-    shelf.loans.promise("r", shelf.entries[-1])
-    shelf.loans.cancel("r")
+    shelf.move("r", shelf.nodes[-1])
+    shelf.assign("r", shelf.nodes[-1])
+    shelf.loans.revoke("r")
     assert shelf.cache.num_bytes == 2 * STATE_BYTES
-    assert [node.lent_to for node in shelf.entries[-1].chain()] == ["r", "r"]
-    returning = shelf.loans.returning(["r"])
-    assert ends_of(returning["r"]) == [100, 200]
-    shelf.engine.runner.drop(["r"], returning)
-    shelf.loans.settle(["r"])
-    assert [node.lent_to for node in shelf.entries[-1].chain()] == [None, None]
-    assert shelf.cache.integrity_error() is None and len(shelf.cache.index) == 2
+    assert [node.owner for node in shelf.nodes[-1].chain()] == ["r", "r"]
+    assert shelf.drop("r") == {"r": [100, 200]}
+    assert [node.owner for node in shelf.nodes[-1].chain()] == [None, None]
+    assert shelf.cache.integrity_error() is None and len(shelf.cache) == 2
 
 
 def test_a_kv_segment_that_another_snapshot_needs_is_not_lent():
     shelf = Shelf(100, 200)
-    branch = shelf.store([*tokens(1, 100), *tokens(5, 50)], shelf.entries[0].node)
+    branch = shelf.store([*tokens(1, 100), *tokens(5, 50)], shelf.nodes[0])
     assert shelf.move("r", branch) == [150]
-    assert shelf.move("s", shelf.entries[1]) == [200]
-    assert not shelf.loans.promise("t", shelf.entries[0]), "two snapshots need it"
-    shelf.loans.settle(["r"])
-    assert shelf.cache.index.get(branch.digest) is None
-    assert shelf.move("t", shelf.entries[0]) == [], "one is left that needs it"
+    assert shelf.move("s", shelf.nodes[1]) == [200]
+    assert not shelf.assign("t", shelf.nodes[0]), "two snapshots need it"
+    shelf.loans.lost(["r"])
+    assert shelf.cache.get(branch.digest) is None
+    assert shelf.move("t", shelf.nodes[0]) == [], "one is left that needs it"
 
 
-def test_a_promised_snapshot_that_another_prompt_uses_is_copied_by_the_row_instead():
-    """The promise is broken: the segment counts as the cache's again, and the row copies it, too."""
+def test_an_assigned_snapshot_that_another_prompt_uses_is_copied_by_the_row_instead():
+    """The segment counts as the cache's again, and the row copies it, too."""
     shelf = Shelf(100, 200)
-    assert shelf.loans.promise("r", shelf.entries[-1])
-    assert shelf.loans.copy_back(shelf.entries[-1])
-    node = shelf.cache.use(shelf.entries[-1])
-    assert shelf.move("r", shelf.entries[-1]) == []
-    shelf.cache.tree.release(node)
+    assert shelf.assign("r", shelf.nodes[-1])
+    assert shelf.loans.copy_back(shelf.nodes[-1])
+    shelf.cache.use(shelf.nodes[-1])
+    assert shelf.move("r", shelf.nodes[-1]) == []
+    shelf.cache.release(shelf.nodes[-1])
     assert shelf.cache.num_bytes == 2 * STATE_BYTES + 2000 and shelf.cache.integrity_error() is None
 
 
-def test_a_broken_promise_evicts_other_snapshots_if_its_bytes_no_longer_fit():
+def test_an_assignment_that_is_not_carried_out_evicts_other_snapshots_if_its_bytes_no_longer_fit():
     """Two prompts continue one snapshot: the first one's reservation counted its bytes as gone from the cache."""
     shelf = Shelf(100, 200)
     other = shelf.store(tokens(9, 100), None)
     shelf.room = 3 * STATE_BYTES + 3000
-    assert shelf.loans.promise("r", shelf.entries[-1])
+    assert shelf.assign("r", shelf.nodes[-1])
     shelf.room = 3 * STATE_BYTES + 1000  # the row has reserved what was free
-    node = shelf.cache.use(shelf.entries[-1])
-    assert shelf.move("r", shelf.entries[-1]) == []
+    shelf.cache.use(shelf.nodes[-1])
+    assert shelf.move("r", shelf.nodes[-1]) == []
     assert shelf.cache.num_bytes <= shelf.room
-    assert shelf.entries[-1].node is node and shelf.cache.index.get(other.digest) is None
-    shelf.cache.tree.release(node)
+    assert shelf.nodes[-1].snapshot is not None and shelf.cache.get(other.digest) is None
+    shelf.cache.release(shelf.nodes[-1])
     assert shelf.cache.integrity_error() is None
 
 
-def test_a_snapshot_promised_to_a_preempted_row_is_evicted_if_memory_is_short():
+def test_a_snapshot_assigned_to_a_preempted_row_is_evicted_if_memory_is_short():
     shelf = Shelf(100, 200)
-    assert shelf.loans.promise("r", shelf.entries[-1])
+    assert shelf.assign("r", shelf.nodes[-1])
     shelf.room = 2 * STATE_BYTES + 500
-    assert not shelf.loans.returning(["r"])
+    assert not shelf.drop("r")
     assert shelf.cache.num_bytes <= shelf.room
     assert shelf.cache.integrity_error() is None
 
 
-def test_a_promise_whose_entry_is_evicted_meanwhile_is_void():
+def test_an_assignment_whose_snapshot_is_evicted_meanwhile_is_void():
     shelf = Shelf(100, 200)
-    assert shelf.loans.promise("r", shelf.entries[-1])
+    assert shelf.assign("r", shelf.nodes[-1])
     shelf.memory.evict(10**6)
     assert shelf.cache.num_bytes == 0
-    shelf.loans.cancel("r")
+    shelf.loans.revoke("r")
     assert shelf.cache.num_bytes == 0 and shelf.cache.integrity_error() is None
 
 
 def test_a_lent_snapshot_evicted_in_the_middle_of_a_chain_returns_its_kv_segment():
     shelf = Shelf(100, 200, 300)
-    shelf.move("r", shelf.entries[-1])
-    shelf.cache.forget(shelf.entries[1])
-    returning = shelf.loans.returning(["r"])
-    assert ends_of(returning["r"]) == [100, 200, 300]
-    shelf.engine.runner.drop(["r"], returning)
-    shelf.loans.settle(["r"])
+    shelf.move("r", shelf.nodes[-1])
+    shelf.cache.forget(shelf.nodes[1])
+    assert shelf.drop("r") == {"r": [100, 200, 300]}
     assert shelf.cache.num_bytes == 2 * STATE_BYTES + 3000 and shelf.cache.integrity_error() is None
 
 
 def test_the_last_lent_snapshot_of_a_chain_may_be_evicted_and_the_others_return():
     shelf = Shelf(100, 200, 300)
-    shelf.move("r", shelf.entries[-1])
-    shelf.cache.forget(shelf.entries[2])
-    returning = shelf.loans.returning(["r"])
-    assert ends_of(returning["r"]) == [100, 200]
-    shelf.engine.runner.drop(["r"], returning)
-    shelf.loans.settle(["r"])
+    shelf.move("r", shelf.nodes[-1])
+    shelf.cache.forget(shelf.nodes[2])
+    assert shelf.drop("r") == {"r": [100, 200]}
     assert shelf.cache.num_bytes == 2 * STATE_BYTES + 2000 and shelf.cache.integrity_error() is None
 
 
 def test_a_called_in_kv_segment_stays_and_the_rest_returns_when_the_row_is_dropped():
     shelf = Shelf(100, 200, 300)
-    shelf.move("r", shelf.entries[-1])
-    assert shelf.loans.copy_back(shelf.entries[1])
+    shelf.move("r", shelf.nodes[-1])
+    assert shelf.loans.copy_back(shelf.nodes[1])
     assert shelf.cache.num_bytes == 3 * STATE_BYTES + 2000
-    returning = shelf.loans.returning(["r"])
-    assert ends_of(returning["r"]) == [300]
-    shelf.engine.runner.drop(["r"], returning)
-    shelf.loans.settle(["r"])
+    assert shelf.drop("r") == {"r": [300]}
     assert shelf.cache.num_bytes == 3 * STATE_BYTES + 3000 and shelf.cache.integrity_error() is None
 
 
 def test_kv_segments_of_one_chain_are_called_in_from_both_rows_that_have_them():
     shelf = Shelf(100)
-    assert shelf.move("r", shelf.entries[0]) == [100]
-    assert shelf.loans.copy_back(shelf.entries[0])
-    last = shelf.store(tokens(1, 200), shelf.entries[0].node)
+    assert shelf.move("r", shelf.nodes[0]) == [100]
+    assert shelf.loans.copy_back(shelf.nodes[0])
+    last = shelf.store(tokens(1, 200), shelf.nodes[0])
     assert shelf.move("s", last) == [100, 200]
     assert shelf.loans.copy_back(last)
-    assert shelf.cache.num_bytes == 2 * STATE_BYTES + 2000 and shelf.loans.row_ids == []
+    assert shelf.cache.num_bytes == 2 * STATE_BYTES + 2000 and shelf.cache.owners == []
 
 
 def test_snapshots_that_a_row_cannot_fill_are_removed_with_those_that_continue_them():
     shelf = Shelf(100, 200, 300)
-    shelf.move("r", shelf.entries[2])
+    shelf.move("r", shelf.nodes[2])
     shelf.engine.runner.lacking = {"r"}
-    has_come_back = shelf.loans.copy_back(shelf.entries[1])
+    has_come_back = shelf.loans.copy_back(shelf.nodes[1])
     assert not has_come_back
-    assert len(shelf.cache.index) == 0 and shelf.cache.num_bytes == 0 and shelf.cache.integrity_error() is None
+    assert len(shelf.cache) == 0 and shelf.cache.num_bytes == 0 and shelf.cache.integrity_error() is None
 
 
 def test_a_copy_for_another_prompt_is_refused_without_memory_and_changes_nothing():
     shelf = Shelf(100, 200)
-    shelf.move("r", shelf.entries[-1])
+    shelf.move("r", shelf.nodes[-1])
     shelf.room = 2 * STATE_BYTES + 1500
-    assert not shelf.loans.copy_back(shelf.entries[-1])
+    assert not shelf.loans.copy_back(shelf.nodes[-1])
     assert shelf.cache.num_bytes == 2 * STATE_BYTES
-    assert shelf.loans.copy_back(shelf.entries[0]), "the first half fits"
+    assert shelf.loans.copy_back(shelf.nodes[0]), "the first half fits"
 
 
 def test_a_lent_snapshot_worth_less_than_others_is_removed_when_its_row_ends():
     shelf = Shelf(100, 200)
-    shelf.move("r", shelf.entries[-1])
+    shelf.move("r", shelf.nodes[-1])
     other = shelf.store(tokens(9, 3000), None)
     for _ in range(5):
-        shelf.cache.tree.release(shelf.cache.use(other))
+        shelf.cache.use(other)
+        shelf.cache.release(other)
     shelf.room = size(3000) + STATE_BYTES + 500
-    assert shelf.loans.returning(["r"]) == {}
-    assert [entry.num_tokens for entry in shelf.cache.index.entries()] == [3000]
+    assert shelf.drop("r") == {}
+    assert [entry.num_tokens for entry in shelf.cache.nodes()] == [3000]
     assert shelf.cache.num_bytes == size(3000) and shelf.cache.integrity_error() is None
 
 
 def test_kv_segments_of_a_pinned_snapshot_return_even_if_others_are_evicted():
     shelf = Shelf(100, 200)
-    shelf.move("r", shelf.entries[-1])
-    shelf.cache.tree.pin(shelf.entries[-1])
+    shelf.move("r", shelf.nodes[-1])
+    shelf.cache.pin(shelf.nodes[-1])
     other = shelf.store(tokens(9, 3000), None)
     for _ in range(5):
-        shelf.cache.tree.release(shelf.cache.use(other))
+        shelf.cache.use(other)
+        shelf.cache.release(other)
     shelf.room = size(3000) + 2 * STATE_BYTES + 500
-    returning = shelf.loans.returning(["r"])
-    shelf.engine.runner.drop(["r"], returning)
-    shelf.loans.settle(["r"])
-    assert len(shelf.cache.tree.pinned) == 1 and shelf.cache.integrity_error() is None
-    assert shelf.cache.index.get(other.digest) is None
+    shelf.drop("r")
+    assert len(shelf.cache.pinned) == 1 and shelf.cache.integrity_error() is None
+    assert shelf.cache.get(other.digest) is None
 
 
 def test_rows_dropped_together_return_no_more_than_memory_holds():
     shelf = Shelf(100)
     second = shelf.store(tokens(9, 100), None)
-    shelf.move("r", shelf.entries[0])
+    shelf.move("r", shelf.nodes[0])
     shelf.move("s", second)
     shelf.room = 2 * STATE_BYTES + 1500
-    returning = shelf.loans.returning(["r", "s", "unknown"])
+    shelf.drop("r", "s", "unknown")
     assert shelf.cache.num_bytes <= shelf.room
-    shelf.engine.runner.drop(["r", "s"], returning)
-    shelf.loans.settle(["r", "s", "unknown"])
-    assert shelf.cache.num_bytes <= shelf.room
-    assert shelf.cache.integrity_error() is None and not shelf.loans.row_ids
+    assert shelf.cache.integrity_error() is None and not shelf.cache.owners
 
 
 def test_the_return_of_a_row_takes_time_linear_in_the_number_of_snapshots(monkeypatch):
     """A conversation of many turns, and many others: the cost grows with their number and not with its square."""
     shelf = Shelf(*range(10, 3010, 10))
     others = [shelf.store(tokens(100 + i, 20), None) for i in range(100)]
-    shelf.move("r", shelf.entries[-1])
-    walks, entries_behind = list[Any](), SnapshotTree.entries_behind
+    shelf.move("r", shelf.nodes[-1])
+    walks, nodes_behind = list[Any](), SnapshotStore.nodes_behind
 
-    def counted(tree: SnapshotTree, node: Any) -> set[CacheEntry]:
+    def counted(store: SnapshotStore, node: Any) -> set[SnapshotNode]:
         walks.append(node)
-        return entries_behind(tree, node)
+        return nodes_behind(store, node)
 
-    monkeypatch.setattr(SnapshotTree, "entries_behind", counted)
-    returning = shelf.loans.returning(["r"])
-    assert len(returning["r"]) == len(shelf.entries) and len(others) == 100
+    monkeypatch.setattr(SnapshotStore, "nodes_behind", counted)
+    returning = shelf.drop("r")
+    assert len(returning["r"]) == len(shelf.nodes) and len(others) == 100
     assert len(walks) == 1, "a walk visits each node once"
 
 
@@ -535,6 +528,17 @@ def test_memory_pressure_evicts_lent_snapshots_and_the_row_goes_on(engine):
     assert engine.tokens["b"] == answer(LONG)
 
 
+def test_a_row_whose_lent_snapshots_are_evicted_lends_the_one_of_its_answer():
+    engine = tight(480, 2)
+    engine.ask(FIRST)
+    engine.start(LONG)
+    engine.core.free_evictable()
+    assert engine.lent() == {} and engine.cache.num_bytes == 0
+    engine.finish_all()
+    assert engine.tokens["b"] == answer(LONG)
+    assert engine.stored() == [444], "there is no memory for a copy beside the row"
+
+
 def test_memory_pressure_does_not_change_the_tokens_of_a_prompt_in_progress(engine):
     engine.begin(LONG)
     engine.core.free_evictable()
@@ -641,6 +645,21 @@ def test_a_snapshot_is_written_when_its_keys_and_values_are_returned(files):
     assert on_disk(store) == [TURN]
 
 
+def test_a_kv_segment_that_is_written_for_want_of_memory_counts_while_a_prompt_holds_it(files):
+    store, shelf = files(), Shelf(100, 200)
+    shelf.cache.file_parent = store.parent_of
+    disk = DiskTier(store, shelf.memory, shelf.engine.runner, Clock(), CostModel())
+    shelf.loans = Loans(shelf.memory, disk, shelf.engine.runner)
+    shelf.move("r", shelf.nodes[-1])
+    shelf.cache.hold(shelf.nodes[-1])
+    shelf.room = 2 * STATE_BYTES + 500
+    assert shelf.drop("r") == {"r": [100, 200]}
+    assert on_disk(store) == [100, 200] and len(shelf.cache) == 2 and shelf.cache.num_in_memory == 0
+    assert shelf.cache.num_bytes == 2000
+    shelf.cache.release(shelf.nodes[-1])
+    assert shelf.cache.num_bytes == 0 and shelf.cache.integrity_error() is None
+
+
 def test_a_snapshot_is_written_when_it_is_copied_for_another_prompt(files):
     store = files()
     engine = Engine(files=store, cache={"answers": False})
@@ -695,7 +714,7 @@ def test_a_file_is_not_continued_from_keys_and_values_that_their_row_took_with_i
     engine.ask(LONG)
     engine.ask(next_turn := following("c", LONG, *tokens(6, 300)))
     store.flush()
-    engine.cache.forget_memory(next(one for one in engine.cache.index.entries() if one.num_tokens == 704))
+    engine.cache.forget_memory(next(one for one in engine.cache.nodes() if one.num_tokens == 704))
     row = following("row", LONG, *tokens(5, 10))
     engine.start(row)
     assert engine.lent()["row/0"][:2] == [TURN, 402]

@@ -1,4 +1,4 @@
-"""Workloads of conversations on a real PrefixCache over a virtual clock, without a model."""
+"""Workloads of conversations on a real SnapshotStore over a virtual clock, without a model."""
 
 import random
 from collections.abc import Callable
@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.prefix_cache.cache import PrefixCache
-from engine.core.prefix_cache.node import CacheEntry
+from engine.core.prefix_cache.node import SnapshotNode
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
+from engine.core.prefix_cache.store import SnapshotStore
 from engine.protocol import Boundary, PromptOrigin
 from tests.support.clock import Clock
 
@@ -72,7 +72,7 @@ class Conversation:
 
 @dataclass
 class VirtualEngine:
-    """Takes prompts in one after the other, as PrefixCacheSessions does. num_computed, computed_s: of all prompts."""
+    """Takes prompts in one after the other, as PrefixCache does. num_computed, computed_s: of all prompts."""
 
     memory: SnapshotMemory
     clock: Clock
@@ -82,8 +82,8 @@ class VirtualEngine:
     rng: random.Random = field(default_factory=lambda: random.Random(7))
 
     @property
-    def cache(self) -> PrefixCache:
-        return self.memory.cache
+    def cache(self) -> SnapshotStore:
+        return self.memory.store
 
     def new_tokens(self, num_tokens: int) -> np.ndarray:
         return np.array([self.rng.randrange(2**31 - 1) for _ in range(num_tokens)], np.int32)
@@ -99,19 +99,20 @@ class VirtualEngine:
 
     def take_in(self, key: PromptKey, boundaries: list[Boundary]) -> int:
         self.num_prompts += 1
-        entry = self.cache.index.match(key, len(key) - 1)
-        base = self.cache.use(entry) if entry is not None else None
-        digest, start = (entry.digest, entry.num_tokens) if entry is not None else (None, 0)
+        entry = self.cache.match(key, len(key) - 1)
+        base, start = entry, 0 if entry is None else entry.num_tokens
+        if entry is not None:
+            self.cache.use(entry)
         num_computed, done = len(key) - start, start
         for boundary in boundaries:
             if boundary.num_tokens <= start:
                 continue
             self._compute(done, boundary.num_tokens)
             done = boundary.num_tokens
-            base, digest = self._take(key, boundary, base, digest)
+            base = self._take(key, boundary, base)
         self._compute(done, len(key))
         if base is not None:
-            self.cache.tree.release(base)
+            self.cache.release(base)
         if self.num_prompts % 20 == 0:
             assert (error := self.cache.integrity_error()) is None, error
         assert self.cache.num_bytes <= self.memory.max_bytes
@@ -122,20 +123,21 @@ class VirtualEngine:
         self.computed_s += seconds(start, end)
         self.clock.advance(seconds(start, end))
 
-    def _take(self, key: PromptKey, boundary: Boundary, base: Any, digest: str | None) -> tuple[Any, str | None]:
-        parent = self.cache.index.get(digest)
+    def _take(self, key: PromptKey, boundary: Boundary, base: SnapshotNode | None) -> SnapshotNode | None:
+        parent = None if base is None else self.cache.get(base.digest)
         num_own = boundary.num_tokens - (parent.num_tokens if parent is not None else 0)
         snapshot, prefix = VirtualSnapshot(num_own), key.prefix(boundary.num_tokens)
         num_bytes, prompt = snapshot.segment_bytes + snapshot.state_bytes, str(self.num_prompts)
-        if not self.memory.evict_for(num_bytes, base, prefix, boundary.kind, prompt):
-            return base, digest
-        now = self.clock()
-        entry = CacheEntry(prefix.digest(), prefix, boundary.kind, digest, PromptOrigin(), False, now, now)
-        if not self.memory.store(entry, snapshot, base, prompt):
-            return base, digest
+        digest, now = None if base is None else base.digest, self.clock()
+        node = SnapshotNode(prefix.digest(), prefix, boundary.kind, digest, PromptOrigin(), False, now, now)
+        if not self.memory.evict_for(num_bytes, base, node, prompt):
+            return base
+        if self.memory.add(node, snapshot, base, prompt) is None:
+            return base
         if base is not None:
-            self.cache.tree.release(base)
-        return self.cache.tree.hold(entry), entry.digest
+            self.cache.release(base)
+        self.cache.hold(node)
+        return node
 
 
 def room(num_conversations: float, num_tokens: int, system: int = 0) -> int:

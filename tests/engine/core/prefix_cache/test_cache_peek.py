@@ -7,7 +7,7 @@ import pytest
 
 from engine.core.spec_prefill.plan import fingerprint
 from engine.protocol import SparsePlan
-from tests.engine.core.prefix_cache.test_sessions import QUESTION, SYSTEM, cached, config, request
+from tests.engine.core.prefix_cache.test_cache import QUESTION, SYSTEM, cached, config, request
 from tests.support.driver import Driver
 from tests.support.fake_runner import BYTES_PER_TOKEN, STATE_BYTES, FakeRunner
 
@@ -21,27 +21,27 @@ def driver() -> Driver:
 
 
 def test_peek_returns_the_longest_cached_prefix_and_changes_no_counter(driver):
-    assert driver.core.prefix.lookup.peek(OLDER) == 0
+    assert driver.core.prefix.peek(OLDER) == 0
     cached(driver, OLDER)
-    counters = replace(driver.core.prefix.cache.counters)
+    counters = replace(driver.core.prefix.store.counters)
     following = request("next", [60] * 40, QUESTION, [30] * 20)
-    assert driver.core.prefix.lookup.peek(following) == 70
-    assert driver.core.prefix.lookup.peek(replace(following, tenant="other")) == 0
-    assert driver.core.prefix.cache.counters == counters
+    assert driver.core.prefix.peek(following) == 70
+    assert driver.core.prefix.peek(replace(following, tenant="other")) == 0
+    assert driver.core.prefix.store.counters == counters
 
 
 def test_a_peeked_snapshot_is_evicted_after_the_others(driver):
     newer = request("newer", [61] * 40, QUESTION)
     cached(driver, OLDER, newer)
-    assert driver.core.prefix.lookup.peek(OLDER) == 70
+    assert driver.core.prefix.peek(OLDER) == 70
     driver.core.prefix.memory.evict()
-    assert [driver.core.prefix.lookup.peek(one) for one in (OLDER, newer)] == [70, 0]
+    assert [driver.core.prefix.peek(one) for one in (OLDER, newer)] == [70, 0]
 
 
 def test_peek_finds_no_prefix_when_the_cache_is_off():
     driver = Driver(FakeRunner(), config(enabled=False))
     cached(driver, OLDER)
-    assert driver.core.prefix.lookup.peek(OLDER) == 0
+    assert driver.core.prefix.peek(OLDER) == 0
 
 
 def test_a_prompt_whose_prefix_is_not_cached_is_prefilled_whole_by_its_plan(driver):

@@ -1,0 +1,196 @@
+"""Fields of a config.json that decide about arithmetic change the logits, or the checkpoint is refused by name."""
+
+import copy
+from typing import Any
+
+import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_vlm.models.cache import RotatingKVCache, make_prompt_cache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from engine.config import EngineConfig
+from engine.processing.context import (
+    WINDOWS_IGNORED,
+    WINDOWS_ON_REQUEST,
+    choose_context,
+    ignored_window,
+    library_config,
+)
+from engine.protocol import EngineFailed
+from engine.worker import patches
+from engine.worker.config_fields import ACTIVATIONS, ARITHMETIC, UNREAD, check_fields
+from tests.support.families import FAMILIES
+from tests.support.zoo import new_module, prompt
+
+UNQUANTIZED = [name for name, family in FAMILIES.items() if family.quantization is None]
+STRUCTURAL = {"decoder_sparse_step", "mlp_only_layers", "n_group", "topk_group"}
+"""Fields that other fields have to agree with."""
+WITHOUT_ROPE = {"gpt2", "gpt_bigcode", "jamba", "kimi_linear", "mamba", "mamba2", "nemotron_h", "rwkv7"}
+FROM_PARAMETERS = {"gemma4_text", "gemma4_unified_text", "mellum"}
+"""Families that have read their bases from `rope_parameters` since they came out."""
+
+
+def section_of(config: dict[str, Any]) -> dict[str, Any]:
+    return config.get("text_config") or config
+
+
+def family_of(config: dict[str, Any]) -> str:
+    return section_of(config).get("model_type", config["model_type"])
+
+
+def module(config: dict[str, Any], weights: dict[str, mx.array] | None = None) -> Any:
+    patches.correct_families()
+    made = new_module(library_config(EngineConfig(), config)).language_model
+    made.load_weights(list((weights or {}).items()), strict=False)
+    return made
+
+
+def drawn(made: Any) -> dict[str, mx.array]:
+    """Random weights; those of norms and biases are not 0 or 1 either."""
+    parameters: Any = tree_flatten(made.parameters())
+    named = [(name, weight) for name, weight in parameters if weight.dtype == mx.float32]
+    return {name: 0.3 * mx.random.normal(weight.shape, key=mx.random.key(i)) for i, (name, weight) in enumerate(named)}
+
+
+def logits(made: Any) -> np.ndarray:
+    return np.array(made(mx.array([prompt(24)]), cache=make_prompt_cache(made)).logits)
+
+
+def refusal(made: Any, config: dict[str, Any]) -> str:
+    try:
+        check_fields(made, library_config(EngineConfig(), config))
+    except EngineFailed as error:
+        return str(error)
+    return ""
+
+
+def changes(config: dict[str, Any]) -> dict[str, Any]:
+    """Another value of each field that transformers reads for the family."""
+    section, reference = section_of(config), CONFIG_MAPPING[family_of(config)]()
+    found: dict[str, Any] = {}
+    for name in ARITHMETIC:
+        if name in STRUCTURAL or not hasattr(reference, name):
+            continue
+        value = section.get(name, getattr(reference, name))
+        if name in ACTIVATIONS:
+            found[name] = "relu" if value != "relu" else "silu"
+        elif isinstance(value, bool):
+            found[name] = not value
+        else:
+            found[name] = 2.0 if value is None else 3 * value
+    if family_of(config) not in WITHOUT_ROPE | FROM_PARAMETERS:
+        found["rope_theta"] = 33333.0
+    return found
+
+
+STRICT = {"glm_ocr"}
+"""Families for which the library refuses fields that it does not know, such as `sliding_window`."""
+
+KNOWN = [name for name in UNQUANTIZED if family_of(FAMILIES[name].config) in CONFIG_MAPPING]
+"""Families that transformers knows."""
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_changed_field_changes_the_logits_or_is_refused(name: str):
+    config = FAMILIES[name].config
+    plain = module(config)
+    weights = drawn(plain)
+    plain.load_weights(list(weights.items()), strict=False)
+    before, reference = logits(plain), CONFIG_MAPPING[family_of(config)]()
+    assert not refusal(plain, config), "as it is, it is served"
+    for field, value in changes(config).items():
+        other = copy.deepcopy(config)
+        section_of(other)[field] = value
+        if field == "rope_theta" and "rope_parameters" in section_of(other):
+            section_of(other)["rope_parameters"][field] = value
+        try:
+            changed = module(other, weights)
+        except (ValueError, TypeError):
+            continue  # the library refuses it
+        if found := refusal(changed, other):
+            assert f"config.json has {field} " in found and "does not read it and computes with" in found
+        elif getattr(reference, field, None) != value:
+            assert not np.array_equal(logits(changed), before) or field in FOLDED.get(name, ()), field
+
+
+FOLDED = {"falcon_h1": ("embedding_multiplier",)}
+"""Fields that the library multiplies into weights when it reads them."""
+
+
+def test_fields_that_the_library_has_and_does_not_read_are_refused():
+    for family, field in UNREAD:
+        [config, *_] = [one.config for one in FAMILIES.values() if family_of(one.config) == family]
+        section_of(config := copy.deepcopy(config))[field] = "relu" if field in ACTIVATIONS else 3.0
+        assert field in refusal(module(config), config), family
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gemma3"])
+@pytest.mark.parametrize("form", ["old", "new"])
+def test_the_bases_of_both_ropes_of_gemma_3_are_those_of_the_checkpoint(name: str, form: str):
+    config = copy.deepcopy(FAMILIES[name].config)
+    section = section_of(config)
+    if form == "old":
+        section |= {"rope_theta": 77777.0, "rope_local_base_freq": 333.0}
+    else:
+        del section["rope_theta"]
+        kinds = {"full_attention": 77777.0, "sliding_attention": 333.0}
+        section["rope_parameters"] = {
+            kind: {"rope_theta": base, "rope_type": "default"} for kind, base in kinds.items()
+        }
+    made = module(config)
+    layers = zip(made.layers, make_prompt_cache(made), strict=True)
+    found = {isinstance(cache, RotatingKVCache): layer.self_attn.rope.base for layer, cache in layers}
+    assert found == {True: 333.0, False: 77777.0} and not refusal(made, config)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_windows_are_applied_or_known_to_be_ignored(name: str):
+    def windowed(num_tokens: int) -> dict[str, Any]:
+        config = copy.deepcopy(FAMILIES[name].config)
+        section_of(config).update(sliding_window=num_tokens, use_sliding_window=True, max_window_layers=0)
+        return config
+
+    if name in STRICT:
+        return
+    family, narrow = family_of(FAMILIES[name].config), windowed(8)
+    is_applied = any(isinstance(cache, RotatingKVCache) for cache in make_prompt_cache(module(narrow)))
+    assert family not in WINDOWS_IGNORED or not is_applied
+    if hasattr(CONFIG_MAPPING[family](), "sliding_window") and not is_applied:
+        assert ignored_window(narrow) == 8, "transformers applies the window"
+        wide = module(windowed(4096))
+        weights = drawn(wide)
+        wide.load_weights(list(weights.items()), strict=False)
+        assert np.array_equal(logits(wide), logits(module(narrow, weights))), "the library does not"
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "window"),
+    [
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": False}, None),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3}, None),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, 64),
+        ("qwen3", {"sliding_window": None, "use_sliding_window": True}, None),
+        ("gemma2", {}, 4096),
+        ("gemma2", {"layer_types": ["full_attention"] * 3}, None),
+        ("mistral", {"sliding_window": None}, None),
+        ("mistral", {"sliding_window": 64}, 64),
+        ("llama", {"sliding_window": 64}, None),
+    ],
+)
+def test_an_ignored_window_limits_the_context(family: str, more: dict[str, Any], window: int | None):
+    for place in ("text_config", None):
+        section = {"model_type": family, "num_hidden_layers": 3, "max_position_embeddings": 8192, **more}
+        config = section if place is None else {"model_type": "llava", place: section}
+        assert ignored_window(config) == window
+        assert choose_context(EngineConfig(), config) == (window or 8192)
+        assert choose_context(EngineConfig(max_context_tokens=32), config) == 32
+        if window is not None:
+            with pytest.raises(
+                EngineFailed, match=rf"max_context_tokens is 5000; by config.json attention sees {window} tokens"
+            ):
+                choose_context(EngineConfig(max_context_tokens=5000), config)
+    assert WINDOWS_ON_REQUEST <= WINDOWS_IGNORED
