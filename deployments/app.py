@@ -26,15 +26,15 @@ from deployments.autoscaling import (
 from deployments.draining import ENGINE_MARGIN_S, KILL_MARGIN_S
 from deployments.http.normalize import normalize
 from deployments.ingress import Ingress
-from deployments.mllm import MLLM
 from deployments.model_checks import check_model
 from deployments.model_replica import ModelReplica
+from deployments.planners.mllm import MLLM
+from deployments.planners.text import TextMTP
 from deployments.process import node_id
+from deployments.prompt_scorer import SpecPrefillScorer
 from deployments.ray_internals import check_ray
 from deployments.serve_run.effective import describe_args, sparse_prefill_line
 from deployments.serve_run.environment import is_prepared, not_in_effect
-from deployments.spec_prefill import SpecPrefillScorer
-from deployments.text import TextMTP
 from engine.config import SpecPrefillConfig
 from engine.processing.checkpoint import draft_of, media_kinds, read_config, refuse_code, resolve_checkpoint
 from engine.processing.pinned import read_system
@@ -60,7 +60,7 @@ AUTH_MODES = ("token", "k8s")
 
 MAX_NODES = 64
 
-ROUTER: dict[str, Any] = {"request_router_config": {"request_router_class": "deployments.routing.NodeRouter"}}
+ROUTER: dict[str, Any] = {"request_router_config": {"request_router_class": "deployments.calls.router.NodeRouter"}}
 """Options of a deployment whose callers name the node, see NodeRouter."""
 
 NO_LIMIT = 1_000_000

@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 
 from ray import serve
 
+from deployments.calls.population import CODE, own_code
+from deployments.dispatch.placer import FACTS
 from deployments.draining import DRAIN_TIMEOUT_S, on_stop
-from deployments.placer import FACTS
-from deployments.population import CODE, own_code
 from deployments.process import in_replica, node_id, replica_info
-from deployments.protocol import EngineAnswer
 from deployments.ray_internals import by_reference, http_request_id, listen_on_node_address
-from deployments.ray_mirror import RayMirror, mirror_to_ray
+from deployments.requests import EngineAnswer
 from deployments.serve_log import join_serve_log
 from deployments.snapshot_sharing import sharing_of
+from deployments.status.ray_mirror import RayMirror, mirror_to_ray
 from engine import retry_after
 from engine.config import EngineConfig
 from engine.placement import MovableSnapshot, Question, Quote, TakenOver

@@ -1,21 +1,17 @@
-"""Every private or alpha name of Ray that the replicas use, and the check at start that this version of Ray has them.
+"""Every private or alpha name of Ray that the replicas use. Other modules call these functions.
 
-Other modules call these functions. `REQUIRED` lists the names that they need, and
-tests/deployments/test_ray_internals.py runs each function against Ray's own classes.
+tests/deployments/ray_names.py lists the names that they need, and test_ray_internals.py beside it runs each function
+against Ray's own classes.
 """
 
 import importlib
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import ray
 from ray._common.tls_utils import add_port_to_grpc_server
 from ray.serve import context as serve_context
-from ray.serve import handle as serve_handle
-from ray.serve._private import common, handle_options, local_testing_mode, replica, router
-from ray.serve._private.replica_result import ReplicaResult
-from ray.serve.request_router import LocalityMixin, RequestRouter, RunningReplica
+from ray.serve._private import local_testing_mode, replica
 
 from engine.protocol import EngineFailed
 
@@ -23,77 +19,18 @@ ALL_ADDRESSES = "[::]:0"
 """Where Serve's replicas listen: any port of all addresses."""
 
 
-class RayInternal(NamedTuple):
-    """A name of Ray that must exist."""
-
-    holder: Any
-    """A class or module with this attribute, or a function whose code uses the name."""
-    name: str
-
-    @property
-    def is_there(self) -> bool:
-        if inspect.isfunction(self.holder):
-            code = self.holder.__code__
-            return self.name in (*code.co_names, *code.co_varnames, *code.co_consts)
-        return hasattr(self.holder, self.name) or self.name in getattr(self.holder, "__dataclass_fields__", ())
-
-    def __str__(self) -> str:
-        path = self.holder.__name__ if inspect.ismodule(self.holder) else self.holder.__qualname__
-        return f"{path}: {self.name}"
-
-
 _raylet: Any = importlib.import_module("ray._raylet")
-_response: Any = serve_handle._DeploymentResponseBase
-_handle: Any = serve_handle._DeploymentHandleBase
 
-REQUIRED: tuple[RayInternal, ...] = (
-    # The secret of the exchange of snapshots.
-    RayInternal(_raylet, "AuthenticationTokenLoader"),
-    # NodeRouter: Ray's router chooses a replica in one method.
-    RayInternal(RequestRouter, "_choose_replica_for_request"),
-    RayInternal(router.AsyncioRouter._route_and_send_request_once, "_choose_replica_for_request"),
-    RayInternal(RequestRouter._choose_replica_for_request, "is_retry"),
-    RayInternal(RequestRouter, "curr_replicas"),
-    RayInternal(RequestRouter, "update_replicas"),
-    RayInternal(LocalityMixin.__init__, "_self_node_id"),
-    # Calls: a response has the future of the sent call, which can be cancelled.
-    RayInternal(_response.__init__, "_replica_result_future"),
-    RayInternal(ReplicaResult, "cancel"),
-    RayInternal(ReplicaResult, "get_async"),
-    RayInternal(serve_handle.DeploymentBroadcastResponse, "_fetch_replica_results_async"),
-    RayInternal(serve_handle.DeploymentHandle, "broadcast"),
-    RayInternal(common.RequestMetadata, "session_id"),
-    RayInternal(handle_options.DynamicHandleOptions, "_by_reference"),
-    RayInternal(handle_options.DynamicHandleOptions, "response_serialization"),
-    # The running replicas of a deployment, as this process knows them.
-    RayInternal(_handle.__init__, "_router"),
-    RayInternal(router.CurrentLoopRouter.__init__, "_asyncio_router"),
-    RayInternal(router.SingletonThreadRouter.__init__, "_asyncio_router"),
-    RayInternal(router.AsyncioRouter, "request_router"),
-    RayInternal(RunningReplica, "replica_metadata"),
-    RayInternal(replica, "RECORD_REPLICA_METADATA_METHOD"),
-    # This process's own replica.
-    RayInternal(replica.ReplicaActor.__init__, "_replica_impl"),
-    RayInternal(replica.Replica.__init__, "_shutting_down"),
-    RayInternal(replica.Replica, "get_num_ongoing_requests"),
-    # The address at which this process's replica takes calls.
-    RayInternal(replica.Replica._on_initialized, "add_port_to_grpc_server"),
-    RayInternal(replica.Replica._on_initialized, ALL_ADDRESSES),
-    # The id of the HTTP request that a call belongs to.
-    RayInternal(serve_context, "_get_serve_request_context"),
-    RayInternal(serve_context._RequestContext, "request_id"),
-    # The Ingress builds its FastAPI app in the replica.
-    RayInternal(replica, "SERVE_BUILD_ASGI_APP_METHOD"),
-)
+RAY_VERSION = "2.60.0"
+"""The version of Ray whose private names these functions use."""
 
 
-def check_ray(required: tuple[RayInternal, ...] = REQUIRED) -> None:
-    """Raise EngineFailed if this version of Ray lacks a required name; the message lists all missing ones."""
-    missing = [str(need) for need in required if not need.is_there]
-    if missing:
+def check_ray() -> None:
+    """Raise EngineFailed for another version of Ray, which may lack a name or mean something else by it."""
+    if ray.__version__ != RAY_VERSION:
         raise EngineFailed(
-            f"Orchard does not support Ray {ray.__version__}: {len(missing)} of the {len(required)} internal names "
-            f"that deployments/ray_internals.py uses are missing: {'; '.join(missing)}"
+            f"Orchard uses private names of Ray {RAY_VERSION}, and this is Ray {ray.__version__}. Install "
+            f"ray[serve]=={RAY_VERSION}, which `uv sync` does"
         )
 
 

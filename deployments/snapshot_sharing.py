@@ -1,11 +1,14 @@
-"""How the engine of a replica shares snapshots with those of other nodes: its address, and the cluster's secret."""
+"""How the engine of a replica shares snapshots with those of other nodes: its address, certificate, and secret."""
 
 import hmac
 import ipaddress
+import os
 from hashlib import sha256
 
 import ray
 
+from deployments.cluster.folder import FolderError
+from deployments.cluster.mutual_tls import machine_tls_in
 from deployments.ray_internals import cluster_token
 from engine.config import EngineConfig
 from engine.protocol import EngineFailed
@@ -19,7 +22,8 @@ def sharing_of(config: EngineConfig) -> Sharing | None:
     """Return the sharing of an engine on this node; None if it shares nothing.
 
     Raises:
-        EngineFailed: prefix_cache.fetch is on, but this node is in no cluster with token authentication.
+        EngineFailed: prefix_cache.fetch is on, but this node is in no cluster with token authentication; or its
+            certificate cannot be read.
     """
     cache = config.prefix_cache
     if cache.disk is None or cache.fetch == "off":
@@ -36,4 +40,8 @@ def sharing_of(config: EngineConfig) -> Sharing | None:
     host = ray.util.get_node_ip_address()
     if cache.fetch == "auto" and ipaddress.ip_address(host).is_loopback:  # a single machine
         return None
-    return Sharing(host, hmac.new(token.encode(), PURPOSE, sha256).digest())
+    try:
+        tls = machine_tls_in(os.environ)
+    except FolderError as error:
+        raise EngineFailed(f"snapshots cannot be shared: {error}") from None
+    return Sharing(host, hmac.new(token.encode(), PURPOSE, sha256).digest(), tls)

@@ -9,15 +9,13 @@ from typing import Any
 
 from pydantic import Field
 
+from deployments.http.dialects import DIALECTS
+from deployments.http.timeline import RequestTimeline, sum_by_name
 from deployments.http.timing import why
-from deployments.timeline import RequestTimeline, sum_by_name
 from engine.config import Frozen
 
 EXPORTER = "opentelemetry.exporter.otlp.proto.http"
 SERVICE = "orchard"
-
-OPERATIONS = {"/v1/embeddings": "embeddings", "/v1/completions": "text_completion"}
-"""gen_ai.operation.name by route; `chat` on all others."""
 
 TIMEOUT_S = 2
 """Longest attempt to send spans, retries included; spans that cannot be sent are dropped and logged."""
@@ -85,7 +83,7 @@ class Tracing:
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
         began_ns = int(timeline.created * 1e9)
-        operation = OPERATIONS.get(timeline.path, "chat")
+        operation = DIALECTS.of(timeline.path).traced_as.get(timeline.path, "chat")
         parent = self._tracer.start_span(
             f"{operation} {self._model}",
             self._propagator.extract(timeline.trace_context),

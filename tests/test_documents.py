@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from engine.processing.vision_family import FAMILIES
-from tests.support.families import families_table
 from tests.support.vision_families import SIGHTED, images_table
 
 ROOT = Path(__file__).parent.parent
@@ -69,7 +68,3 @@ def test_the_table_of_images_is_that_of_the_families_and_the_zoo_has_them_all():
     assert images_table() in (ROOT / "engine/README.md").read_text(), f"put this there:\n{images_table()}"
     supported = {model_type for family in FAMILIES for model_type in family.model_types}
     assert supported - set(SIGHTED) == {"qwen3_5"}, "the demo model is of this family"
-
-
-def test_the_table_of_families_is_that_of_the_zoo():
-    assert families_table() in (ROOT / "engine/README.md").read_text(), f"put this there:\n{families_table()}"

@@ -12,9 +12,11 @@ from deployments.http.api_keys import LOCAL_KEY, NO_KEY, KeyIdentity
 from deployments.http.body_encoding import ENCODINGS
 from deployments.http.client_address import is_ip_address, is_local, is_loopback_name
 from deployments.http.config import HttpConfig
-from deployments.http.errors import ErrorMap, Refusal, error_dialect, shown
+from deployments.http.dialect import Dialect, DialectTable
+from deployments.http.error_map import ErrorMap
+from deployments.http.errors import Refusal, shown
 from deployments.http.live_keys import LiveKeys
-from deployments.http.rate_limits import HEADER_NAMES
+from deployments.http.rate_limits import KINDS
 from deployments.http.shared_limits import SharedLimits
 
 READY_PATHS = ("/health/ready", "/health", "/ping")
@@ -26,17 +28,7 @@ PAGE_PATH, PAGE_FILES = "/", "/page/"
 """The page and the start of the paths of its files, which contain no data: a browser loads them before it has a key."""
 
 _CORS_METHODS = "GET, POST, DELETE"
-_CORS_EXPOSED = ", ".join(
-    (
-        "x-request-id",
-        "request-id",
-        "retry-after",
-        "x-orchard-ignored",
-        "x-orchard-timing",
-        "x-orchard-node",
-        *HEADER_NAMES,
-    )
-)
+_CORS_EXPOSED = ("retry-after", "x-orchard-ignored", "x-orchard-timing", "x-orchard-node")
 _CORS_MAX_AGE_S = "600"
 
 
@@ -114,14 +106,20 @@ class AdministratorOnly(Refusal):
 class AccessRules:
     """Access rules from the configuration. They use only the ASGI scope of a request.
 
+    Args:
+        config: HTTP settings.
+        dialects: The dialects of the server.
+
     Raises:
         ApiKeysError: See read_api_keys.
 
     Attributes:
+        dialects: The dialects of the server.
         keys: The keys in force.
     """
 
-    def __init__(self, config: HttpConfig):
+    def __init__(self, config: HttpConfig, dialects: DialectTable):
+        self.dialects = dialects
         self._needs_key = config.needs_key
         self.keys = LiveKeys(config)
         self._allowed_hosts = frozenset(name.lower().removesuffix(".") for name in config.allowed_hosts)
@@ -165,7 +163,7 @@ class AccessRules:
         if not self._needs_key:
             is_trusted = is_local(scope) and all(map(self._is_own, headers.getlist("host")))
             return LOCAL_KEY if is_trusted else NO_KEY
-        found = [self.keys.find(sent) for sent in _sent_keys(scope["path"], headers)]
+        found = [self.keys.find(sent) for sent in _sent_keys(self.dialects.of(scope["path"]), headers)]
         key = next((identity for identity in found if identity is not None), None)
         if key is None:
             raise KeyRequired
@@ -193,6 +191,8 @@ class Access:
         self._rules = rules
         self._errors = errors
         self._limits = limits
+        exposed = ("x-request-id", *rules.dialects.id_headers, *_CORS_EXPOSED)
+        self._exposed = ", ".join((*exposed, *rules.dialects.limit_header_names(KINDS)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -202,7 +202,7 @@ class Access:
             self._rules.check_source(scope)
             if is_preflight(scope) and origin is not None:
                 return await _preflight_response(scope, origin)(scope, receive, send)
-            send = send if origin is None else _send_with_origin(send, origin)
+            send = send if origin is None else _send_with_origin(send, origin, self._exposed)
             if await self._rules.keys.refresh():
                 self._limits.follow(self._rules.keys.identities)
             key = self._rules.identify(scope)
@@ -218,38 +218,33 @@ class Access:
 
         async def send_with_limits(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(self._limits.headers(key, error_dialect(scope["path"])))
+                MutableHeaders(scope=message).update(self._limits.headers(key, self._rules.dialects.of(scope["path"])))
             await send(message)
 
         return send_with_limits
 
 
-def _send_with_origin(send: Send, origin: str) -> Send:
+def _send_with_origin(send: Send, origin: str, exposed: str) -> Send:
     async def send_with_origin(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             headers["Access-Control-Allow-Origin"] = origin
-            headers["Access-Control-Expose-Headers"] = _CORS_EXPOSED
+            headers["Access-Control-Expose-Headers"] = exposed
             headers.add_vary_header("Origin")
         await send(message)
 
     return send_with_origin
 
 
-def _sent_keys(path: str, headers: Headers) -> list[str]:
-    """Return the keys that a request sends, in order of preference.
-
-    Anthropic's routes ignore Authorization if x-api-key is sent, as Anthropic does; on other routes either is enough.
-    """
+def _sent_keys(dialect: Dialect, headers: Headers) -> list[str]:
+    """Return the keys that a request sends, in order of preference; see Dialect.x_api_key_decides."""
     own = [key for key in headers.getlist("x-api-key") if key]
     bearer = []
     for value in headers.getlist("authorization"):
         scheme, _, key = value.partition(" ")
         if scheme.lower() == "bearer":
             bearer.append(key.strip())
-    if error_dialect(path) == "anthropic":
-        return own or bearer
-    return bearer + own
+    return (own or bearer) if dialect.x_api_key_decides else bearer + own
 
 
 def _is_of_page(scope: Scope) -> bool:

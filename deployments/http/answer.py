@@ -1,13 +1,20 @@
 """Answer: the accumulated deltas of one generation; AnswerEncoder: writes an answer in a dialect."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from deployments.http.errors import Failure
-from deployments.protocol import Generation, SpecPrefillReport, TextDelta, TextLogprobs, ToolCall
+from deployments.http.generation import Generation, TextDelta, TextLogprobs, ToolCall
+from deployments.requests import SpecPrefillReport
 from engine.protocol import EngineFailed
 
 FINISH_REASONS = ("stop", "length", "tool_calls")
+
+NO_USAGE = dict.fromkeys(
+    ("num_prompt_tokens", "num_cached_tokens", "num_skipped_tokens", "num_tokens", "num_drafted", "num_accepted"), 0
+)
+"""Token counts of a timeline, see Answer.usage, for an answer without any."""
 
 
 @dataclass
@@ -29,11 +36,23 @@ class ChoiceAnswer:
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        return [call for delta in self.deltas for call in delta.tool_calls]
+        return joined_calls(call for delta in self.deltas for call in delta.tool_calls)
 
     @property
     def logprobs(self) -> list[TextLogprobs]:
         return [entry for delta in self.deltas for entry in delta.logprobs]
+
+
+def joined_calls(parts: Iterable[ToolCall]) -> list[ToolCall]:
+    """Return the calls that consist of these parts; the last part of the last one may be missing."""
+    calls: list[list[ToolCall]] = []
+    for part in parts:
+        if part.is_first:
+            calls.append([])
+        calls[-1].append(part)
+    return [
+        replace(call[0], arguments="".join(part.arguments for part in call), is_last=call[-1].is_last) for call in calls
+    ]
 
 
 class Answer:
@@ -89,7 +108,7 @@ class Answer:
 class AnswerEncoder(Protocol):
     """Writes one answer in a dialect, either by `body`, or by `opening`, `encode` per delta, and `closing` or `failed`.
 
-    Bytes are complete server-sent events; b"" stands for no event.
+    Bytes are complete events of the stream's form, such as server-sent events; b"" stands for no event.
     """
 
     def opening(self, generation: Generation) -> bytes:

@@ -2,14 +2,11 @@
 
 import re
 import secrets
+from collections.abc import Iterable
 from hashlib import blake2b
 
 TAG_BYTES = 2
 RANDOM_BYTES = 14
-
-_ID = re.compile(
-    rf"(?:chatcmpl-|cmpl-|msg_|resp_|embd-|tok-)([0-9a-f]{{{2 * TAG_BYTES}}})[0-9a-f]{{{2 * RANDOM_BYTES}}}"
-)
 
 
 def tag_of_node(node_id: str) -> str:
@@ -22,7 +19,6 @@ def new_answer_id(prefix: str, tag: str) -> str:
     return f"{prefix}{tag}{secrets.token_hex(RANDOM_BYTES)}"
 
 
-def tag_in(answer_id: str) -> str | None:
-    """Return the tag in an id; None for an id that this server does not make, such as a client's X-Request-Id."""
-    made = _ID.fullmatch(answer_id)
-    return None if made is None else made[1]
+def id_pattern(prefixes: Iterable[str]) -> str:
+    """Return the regular expression of the ids with these prefixes, whose group is the tag."""
+    return rf"(?:{'|'.join(map(re.escape, prefixes))})([0-9a-f]{{{2 * TAG_BYTES}}})[0-9a-f]{{{2 * RANDOM_BYTES}}}"

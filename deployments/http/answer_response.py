@@ -8,7 +8,6 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
@@ -16,40 +15,26 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.http.answer import Answer, AnswerEncoder
+from deployments.http.answer import NO_USAGE, Answer
 from deployments.http.api_keys import KeyIdentity
 from deployments.http.client_address import address_group, client_host
 from deployments.http.context import IGNORED_HEADER, NODE_HEADER, HttpContext
 from deployments.http.errors import CLIENT_LEFT
 from deployments.http.event_stream import EventStream
 from deployments.http.fields import left_open_names
+from deployments.http.figures import KeyUsage
+from deployments.http.generation import Generation
+from deployments.http.in_flight import InFlightRequest
+from deployments.http.job import Job, PlainJob
 from deployments.http.parsed_request import ParsedRequest
-from deployments.http.request_reader import Dialect
 from deployments.http.shared_limits import Use
+from deployments.http.timeline import ARRIVED_HEADER, TRACE_HEADERS, RequestTimeline, arrived_s, current, use
 from deployments.http.timing import TIMING_HEADER, server_timing, told
-from deployments.http_figures import KeyUsage
-from deployments.in_flight import InFlightRequest
-from deployments.protocol import Generation
-from deployments.timeline import ARRIVED_HEADER, TRACE_HEADERS, RequestTimeline, arrived_s, current, use
 from engine.protocol import OrchardError
 
 logger = logging.getLogger("orchard.http")
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Job:
-    """A parsed request that is ready to start. It does not refer to the conversation once it has started."""
-
-    id: str
-    """Id of the answer, by which the request can be cancelled."""
-    start: Callable[[KeyIdentity], Awaitable[Generation]]
-    """Starts the generation for an API key; called once. Returns at the first token or raises."""
-    encoder: AnswerEncoder
-    stream: bool = False
-    num_choices: int = 1
-    """Choices in flight that the request counts for."""
 
 
 class AnswerResponse(Response):
@@ -66,21 +51,27 @@ class AnswerResponse(Response):
     Args:
         context: Shared state of the endpoints.
         request_id: For logs, errors and cancellation.
-        dialect: Selects the parser of the body.
+        kind: Of the body, see Dialect.bodies.
+        id_prefix: The id of the answer begins with it; the request can be cancelled by that id.
         make_job: Makes the job of the parsed body. It may raise any exception.
+
+    Attributes:
+        id: The id of the answer.
     """
 
     def __init__(
         self,
         context: HttpContext,
         request_id: str,
-        dialect: Dialect,
-        make_job: Callable[[ParsedRequest], Awaitable[Job]],
+        kind: str,
+        id_prefix: str,
+        make_job: Callable[[ParsedRequest], Awaitable[Job | PlainJob]],
     ):
         super().__init__()
         self._context = context
         self._request_id = request_id
-        self._dialect: Dialect = dialect
+        self._kind = kind
+        self.id = context.new_id(id_prefix)
         self._make_job = make_job
         self._is_read = False
         self._so_far: Answer | None = None
@@ -136,14 +127,19 @@ class AnswerResponse(Response):
         try:
             job = await run_until(self._read(request, stream), entry.cancelled)
             self._is_read = True
-            current().answer_id = job.id
+            current().answer_id = self.id
             limits.check(key, job.num_choices)
-            in_flight.set_choices(entry, job.id, job.num_choices)
+            in_flight.set_choices(entry, self.id, job.num_choices)
             async with (
                 limits.enter(key, job.num_choices) as use,
                 in_background(wait_disconnected(request.receive)) as left,
             ):
-                response = await run_until(self._generate(job, key, use, entry, stream), entry.cancelled, left)
+                answering = (
+                    self._work(job, use, entry, stream)
+                    if isinstance(job, PlainJob)
+                    else self._generate(job, use, entry, stream)
+                )
+                response = await run_until(answering, entry.cancelled, left)
             if response is None:
                 await stream.end()
             return response
@@ -155,24 +151,24 @@ class AnswerResponse(Response):
                 logger.info("request %s was ended: %s", self._request_id, error)
             failure = self._context.errors.failure(error, self._request_id)
             current().failed(failure.status, failure.code or failure.type)
-            if job is None or not stream.is_open:
+            if not isinstance(job, Job) or not stream.is_open:
                 return self._context.errors.response_to(failure, self._request_id, request.scope)
             await stream.send(job.encoder.failed(failure))
             await stream.end()
             return None
 
-    async def _read(self, request: Request, stream: EventStream) -> Job:
-        parsed = await self._context.read(request, self._dialect)
+    async def _read(self, request: Request, stream: EventStream) -> Job | PlainJob:
+        parsed = await self._context.read(request, self._kind, self.id)
         job = await self._make_job(parsed)
+        if isinstance(job, Job):
+            stream.form = job.form
         stream.headers.update(self._context.ignored_header(parsed))
         return job
 
-    async def _generate(
-        self, job: Job, key: KeyIdentity, use: Use, entry: InFlightRequest, stream: EventStream
-    ) -> Response | None:
+    async def _generate(self, job: Job, use: Use, entry: InFlightRequest, stream: EventStream) -> Response | None:
         """Generate the answer, with comments while a stream is silent. Returns as `_answer`."""
         async with in_background(stream.keep_alive()) if job.stream else nullcontext():
-            generation = await job.start(key)
+            generation = await job.start()
             if generation.node_ids:
                 await stream.note(NODE_HEADER, ", ".join(generation.node_ids))
             if generation.left_open:
@@ -195,10 +191,17 @@ class AnswerResponse(Response):
         answer.check_complete()
         content = job.encoder.body(answer)
         self._count(answer)
-        body = content if isinstance(content, bytes) else json.dumps(content)
         entry.mark_complete()
-        timing = {TIMING_HEADER: server_timing(current())}
-        return Response(body, headers={**stream.headers, **timing}, media_type="application/json")
+        return _response(content, stream)
+
+    async def _work(self, job: PlainJob, use: Use, entry: InFlightRequest, stream: EventStream) -> Response:
+        """Do the work of a request without generated tokens."""
+        body = await job.work()
+        use.num_tokens = body.num_prompt_tokens
+        current().usage = {**NO_USAGE, "num_prompt_tokens": body.num_prompt_tokens}
+        self._context.backend.figures.answered(current().key_name, KeyUsage(1, body.num_prompt_tokens, 0, 0))
+        entry.mark_complete()
+        return _response(body.content, stream)
 
     async def _send_events(
         self, job: Job, generation: Generation, answer: Answer, entry: InFlightRequest, stream: EventStream
@@ -233,6 +236,13 @@ class AnswerResponse(Response):
             await generation.aclose()
         except Exception:
             logger.exception("request %s: the generation could not be closed", self._request_id)
+
+
+def _response(content: dict[str, Any] | bytes, stream: EventStream) -> Response:
+    """Return a whole answer with the headers that its stream would have, and its timing."""
+    body = content if isinstance(content, bytes) else json.dumps(content)
+    headers = {**stream.headers, TIMING_HEADER: server_timing(current())}
+    return Response(body, headers=headers, media_type="application/json")
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 
 from deployments.http.config import ApiKey, HttpConfig
-from deployments.protocol import ChatRequest
+from deployments.requests import ChatRequest
 from engine.config import Frozen
 from engine.protocol import OrchardError
 

@@ -7,30 +7,33 @@ from starlette.exceptions import HTTPException
 
 from deployments.http.access import Access, AccessRules
 from deployments.http.answer_id import tag_of_node
-from deployments.http.anthropic.messages import Messages
+from deployments.http.backend import Backend
+from deployments.http.body_reader import BodyReader
 from deployments.http.config import HttpConfig
 from deployments.http.context import HttpContext
+from deployments.http.dialects import DIALECTS
 from deployments.http.documentation import Documentation
-from deployments.http.errors import Converter, ErrorMap, Failure
+from deployments.http.error_map import Converter, ErrorMap
+from deployments.http.errors import Failure
+from deployments.http.figures import HttpFigures
 from deployments.http.limit_names import limit_of
 from deployments.http.metrics import Metrics
-from deployments.http.openai.chat import ChatCompletions
-from deployments.http.openai.completions import Completions
-from deployments.http.openai.embeddings import EmbeddingsEndpoint
-from deployments.http.openai.models import Models
-from deployments.http.openai.tokenization import Tokenization
+from deployments.http.models import Models
+from deployments.http.openapi import ApiDocument
+from deployments.http.operation import Operation
 from deployments.http.operations import Operations
-from deployments.http.parsed_request import ModelDefaults
+from deployments.http.parsed_request import ModelDefaults, ReadingRules
 from deployments.http.proxy_limits import ProxyLimits, TellProxy
 from deployments.http.request_id import RequestId
 from deployments.http.requests import Requests
 from deployments.http.response_counter import ResponseCounter
-from deployments.http.responses.endpoints import Responses
 from deployments.http.shared_limits import SharedLimits
+from deployments.http.shared_responses import SharedResponses
 from deployments.http.status_stream import StatusStream
 from deployments.http.web_page import WebPage
-from deployments.http_figures import HttpFigures
-from deployments.protocol import Backend
+
+ENDPOINTS = (Models, Operations, StatusStream, Requests, Metrics, Documentation, WebPage)
+"""Those that are no dialect's."""
 
 
 def create_app(
@@ -42,6 +45,7 @@ def create_app(
     is_behind_proxy: bool = False,
     model: ModelDefaults | None = None,
     limits: SharedLimits | None = None,
+    responses: SharedResponses | None = None,
     tag: str = tag_of_node(""),
 ) -> FastAPI:
     """Create the HTTP API of a backend.
@@ -57,35 +61,52 @@ def create_app(
         is_behind_proxy: Whether Serve's HTTP proxy adds the request id to responses, see RequestId.
         model: Facts of the checkpoint.
         limits: Limits of the API keys; None: they are counted here alone.
+        responses: Responses of all ingresses; None: there is this one alone.
         tag: Tag of this ingress in the ids of its answers, see answer_id.py.
     """
-    errors = ErrorMap(converters, lambda error, failure: _count(backend.figures, error, failure))
-    limits, model = limits or SharedLimits(), model or ModelDefaults()
-    context = HttpContext(backend, config, media_kinds, keeps_late_system, errors, model, limits, tag)
+    errors = ErrorMap(DIALECTS, converters, lambda error, failure: _count(backend.figures, error, failure))
+    limits = limits or SharedLimits()
+    responses = responses or SharedResponses(config)
+    api = ApiDocument(DIALECTS, config.unknown_fields == "refuse", backend.model_name)
+    rules = _rules(backend, config, media_kinds, keeps_late_system, model or ModelDefaults())
+    reader = BodyReader(rules, config.max_body_bytes)
+    context = HttpContext(backend, config, rules, reader, errors, api, limits, responses, tag, DIALECTS.greeting())
     app = FastAPI(openapi_url=None, redirect_slashes=False)
-    endpoints = (
-        ChatCompletions(context),
-        Completions(context),
-        EmbeddingsEndpoint(context),
-        Tokenization(context),
-        Responses(context),
-        Messages(context),
-        Models(context),
-        Operations(context),
-        StatusStream(context),
-        Requests(context),
-        Metrics(context),
-        Documentation(context),
-        WebPage(context),
-    )
-    for endpoint in endpoints:
-        endpoint.add_to(app)
+    _add_endpoints(app, context)
     app.add_exception_handler(HTTPException, errors.handle_http_exception)
-    app.add_middleware(Access, rules=AccessRules(config), errors=errors, limits=limits)
-    app.add_middleware(ResponseCounter, figures=backend.figures)
-    app.add_middleware(RequestId, is_behind_proxy=is_behind_proxy)
+    app.add_middleware(Access, rules=AccessRules(config, DIALECTS), errors=errors, limits=limits)
+    app.add_middleware(ResponseCounter, dialects=DIALECTS, figures=backend.figures)
+    app.add_middleware(RequestId, dialects=DIALECTS, is_behind_proxy=is_behind_proxy)
     app.add_middleware(TellProxy, limits=ProxyLimits(config.body_limits, config.send_timeout_s))
     return app
+
+
+def _add_endpoints(app: FastAPI, context: HttpContext) -> None:
+    """Serve and describe the operations of all dialects, then those of ENDPOINTS."""
+    routes: dict[str, list[Operation]] = {}
+    for make in (*(make for dialect in DIALECTS for make in dialect.endpoints), *ENDPOINTS):
+        for operation in make(context).operations:
+            context.api.add(operation)
+            routes.setdefault(operation.path, []).append(operation)
+    for path, operations in routes.items():  # one route per path has a complete Allow header
+        methods = [operation.method for operation in operations]
+        app.add_route(path, context.errors.guard(operations[0].endpoint), methods)
+
+
+def _rules(
+    backend: Backend, config: HttpConfig, media_kinds: frozenset[str], keeps_late_system: bool, model: ModelDefaults
+) -> ReadingRules:
+    return ReadingRules(
+        backend.model_name,
+        media_kinds,
+        keeps_late_system,
+        config.system_policy,
+        config.volatile_patterns,
+        frozenset(config.served_model_names),
+        config.unknown_fields,
+        model,
+        config.store_responses,
+    )
 
 
 def _count(figures: HttpFigures, error: Exception, failure: Failure) -> None:

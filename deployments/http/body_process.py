@@ -1,7 +1,7 @@
 """BodyProcess: a subprocess that parses large bodies: its loop (`main`) and its proxy in the parent process.
 
 Parsing megabytes takes one long call of C code or many short ones of Python; in a thread either would block the event
-loop. The two sides talk over a socket: the parent sends the dialect and the raw body, each after its length; the child
+loop. The two sides talk over a socket: the parent sends the kind and the raw body, each after its length; the child
 answers with pickled data, the result and its log lines. The child ends when the socket closes, so it never outlives its
 parent.
 """
@@ -19,12 +19,12 @@ import struct
 import subprocess
 import sys
 import threading
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import psutil
 
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
-from deployments.http.request_reader import Dialect, read_request
+from deployments.http.request_reader import read_request
 from engine import worker_log
 from engine.processing.worker_process import resident_bytes
 from engine.protocol import EngineFailed, InvalidRequest, OrchardError
@@ -93,11 +93,11 @@ class BodyProcess:
         except OSError as error:
             raise ProcessDied from error
 
-    async def read(self, body: bytes, dialect: Dialect) -> ParsedRequest:
+    async def read(self, body: bytes, kind: str) -> ParsedRequest:
         """Parse a body. Raises ProcessDied, and what `read_request` raises."""
         watch = asyncio.ensure_future(self._watch()) if self._is_watched else None
         try:
-            return await self._read(body, dialect)
+            return await self._read(body, kind)
         except ProcessDied:
             if self._is_too_large:
                 raise too_large(len(body), self._max_memory_bytes) from None
@@ -113,11 +113,11 @@ class BodyProcess:
                 self._is_too_large = True
                 self._process.kill()
 
-    async def _read(self, body: bytes, dialect: Dialect) -> ParsedRequest:
+    async def _read(self, body: bytes, kind: str) -> ParsedRequest:
         loop = asyncio.get_running_loop()
         self.has_answered = False
         try:
-            name = dialect.encode()
+            name = kind.encode()
             await loop.sock_sendall(self._socket, _LENGTH.pack(len(name)) + name + _LENGTH.pack(len(body)))
             view = memoryview(body)
             for start in range(0, len(body), PIECE_BYTES):
@@ -168,8 +168,8 @@ def main() -> None:
         gc.freeze()
         gc.disable()  # while parsing, as JSON values have no cycles
         is_last = False
-        while not is_last and (dialect := _next_message(stream)) and (body := _next_message(stream)) is not None:
-            answer, messages = _answer_to(body, dialect.decode(), rules, max_memory_bytes, log)
+        while not is_last and (kind := _next_message(stream)) and (body := _next_message(stream)) is not None:
+            answer, messages = _answer_to(body, kind.decode(), rules, max_memory_bytes, log)
             del body
             gc.collect()
             is_last = psutil.Process().memory_info().rss > RECYCLE_BYTES
@@ -180,12 +180,12 @@ def main() -> None:
 
 
 def _answer_to(
-    body: bytes, dialect: Any, rules: ReadingRules, max_memory_bytes: int, log: WorkerLog
+    body: bytes, kind: str, rules: ReadingRules, max_memory_bytes: int, log: WorkerLog
 ) -> tuple[bytes, memoryview]:
     """Parse a body; return the pickled result or error with the log lines, and its packed messages."""
     answer: ParsedRequest | Exception
     try:
-        answer = read_request(body, dialect, rules).packed()
+        answer = read_request(body, kind, rules).packed()
     except OrchardError as error:
         answer = error.with_traceback(None)
     except MemoryError:

@@ -6,7 +6,7 @@ import weakref
 
 from deployments.http.body_process import BodyProcess, ProcessDied
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
-from deployments.http.request_reader import Dialect, is_cheap, read_request
+from deployments.http.request_reader import is_cheap, read_request
 from engine import retry_after
 from engine.protocol import Unavailable
 
@@ -39,7 +39,7 @@ class BodyReader:
         self._idle: list[BodyProcess] = []
         self.close = weakref.finalize(self, _kill_all, self._idle)
 
-    async def read(self, body: bytes, dialect: Dialect) -> ParsedRequest:
+    async def read(self, body: bytes, kind: str) -> ParsedRequest:
         """Parse a body. If the caller is cancelled, the subprocess still finishes the body before it takes another one.
 
         Raises:
@@ -47,9 +47,9 @@ class BodyReader:
             InvalidRequest, ModelNotFound: See `read_request`.
         """
         if is_cheap(body, self._rules):
-            return read_request(body, dialect, self._rules)
+            return read_request(body, kind, self._rules)
         await self._free.acquire()
-        reading = asyncio.ensure_future(self._read(body, dialect))
+        reading = asyncio.ensure_future(self._read(body, kind))
         reading.add_done_callback(self._done)
         return await asyncio.shield(reading)
 
@@ -58,11 +58,11 @@ class BodyReader:
         if not reading.cancelled():
             reading.exception()  # marks it as retrieved, as the caller may have been cancelled
 
-    async def _read(self, body: bytes, dialect: Dialect) -> ParsedRequest:
+    async def _read(self, body: bytes, kind: str) -> ParsedRequest:
         process = self._take_idle() or await self._start()
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                return await process.read(body, dialect)
+                return await process.read(body, kind)
         except TimeoutError:
             raise _failed(f"The request body could not be read within {READ_TIMEOUT_S:g} s.") from None
         except ProcessDied:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, get_args
 
-from deployments.protocol import EngineAnswer, SilentEngine
+from deployments.requests import EngineAnswer, SilentEngine
 from engine.cache_miss import CacheMissReason
 from engine.protocol import CacheCleared, CacheMiss, CacheStatus
 

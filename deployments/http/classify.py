@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from deployments.protocol import Route
+from deployments.requests import Route
 from engine.processing.message import Message, image_sources
 
 

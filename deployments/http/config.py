@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from deployments.http.fields import UnknownFields
 from deployments.http.normalize import DEFAULT_VOLATILE_PATTERNS, SystemPolicy
+from deployments.http.response_store import StoreResponses
 from deployments.http.unread_bodies import BodyLimits
 from engine.config import Frozen
 
@@ -101,12 +102,13 @@ class HttpConfig(Frozen):
         description="seconds without an event after which a stream sends a comment, so that clients do not time out; "
         "the first comment commits the status 200",
     )
-    stored_responses_max: int = Field(
-        default=1000,
-        ge=0,
-        le=1_000_000,
-        description="most responses of /v1/responses that a node stores for previous_response_id and GET; 0: none",
+    store_responses: StoreResponses = Field(
+        default="asked",
+        description="which responses of /v1/responses are stored for previous_response_id and GET; asked: those whose "
+        "request says `store: true`, and those that continue a stored one; all: also those whose request says nothing; "
+        "off: none",
     )
+    stored_responses_max: int = Field(default=1000, ge=1, le=1_000_000, description="most stored responses per node")
     stored_responses_mb: int = Field(
         default=256, ge=1, le=65536, description="MiB of memory for stored responses and their inputs, per node"
     )

@@ -3,24 +3,27 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from starlette.requests import Request
 
 from deployments.http.answer_id import new_answer_id
 from deployments.http.api_keys import KeyIdentity
+from deployments.http.backend import Backend
 from deployments.http.body_encoding import decoded
-from deployments.http.body_reader import BodyReader
 from deployments.http.config import HttpConfig
-from deployments.http.errors import ErrorMap, NotReady, shown
+from deployments.http.error_map import ErrorMap
+from deployments.http.errors import NotReady, shown
 from deployments.http.fields import IgnoredFields, printable
+from deployments.http.generation import Generation
 from deployments.http.openapi import ApiDocument
-from deployments.http.parsed_request import ModelDefaults, ParsedRequest, ReadingRules
-from deployments.http.request_reader import Dialect
+from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.shared_limits import SharedLimits
+from deployments.http.shared_responses import SharedResponses
+from deployments.http.timeline import current
 from deployments.http.unread_bodies import UnreadBodies, read_body
 from deployments.placement.conversation_keys import session_of
-from deployments.protocol import Backend, ChatRequest, Generation, Route
-from deployments.timeline import current
+from deployments.requests import ChatRequest, Route
 from engine.protocol import EngineFailed, InvalidRequest, Unavailable
 
 IGNORED_HEADER = "X-Orchard-Ignored"
@@ -33,6 +36,12 @@ NODE_HEADER = "X-Orchard-Node"
 """Response header with the ids of the nodes that began the answer, as in `/v1/status`."""
 
 
+class Reader(Protocol):
+    """Parses bodies, see BodyReader."""
+
+    async def read(self, body: bytes, kind: str) -> ParsedRequest: ...
+
+
 class HttpContext:
     """Shared by the endpoints of all dialects.
 
@@ -41,48 +50,50 @@ class HttpContext:
         ignored: Counts of unknown fields.
         rules: Rules for parsing bodies.
         api: The OpenAPI document.
+        greeting: See DialectTable.greeting.
         reader: Parses bodies.
         limits: Limits of the API keys.
+        responses: Stored responses, and those in progress.
     """
 
     def __init__(
         self,
         backend: Backend,
         config: HttpConfig,
-        media_kinds: frozenset[str],
-        keeps_late_system: bool,
+        rules: ReadingRules,
+        reader: Reader,
         errors: ErrorMap,
-        model: ModelDefaults,
+        api: ApiDocument,
         limits: SharedLimits,
+        responses: SharedResponses,
         tag: str,
+        greeting: str,
     ):
         self.backend = backend
         self.limits = limits
+        self.responses = responses
         self._tag = tag
         self.config = config
         self.errors = errors
         self.bodies = UnreadBodies(config.body_limits)
         self.ignored = IgnoredFields()
-        self.rules = ReadingRules(
-            backend.model_name,
-            media_kinds,
-            keeps_late_system,
-            config.system_policy,
-            config.volatile_patterns,
-            frozenset(config.served_model_names),
-            config.unknown_fields,
-            model,
-        )
-        self.api = ApiDocument(config.unknown_fields == "refuse", backend.model_name)
-        self.reader = BodyReader(self.rules, config.max_body_bytes)
+        self.rules = rules
+        self.api = api
+        self.reader = reader
+        self.greeting = greeting
         self._has_been_ready = False
 
     def new_id(self, prefix: str) -> str:
         """Return the id of a new answer."""
         return new_answer_id(prefix, self._tag)
 
-    async def read(self, request: Request, dialect: Dialect) -> ParsedRequest:
-        """Read and parse the body of a request.
+    async def read(self, request: Request, kind: str, id: str = "") -> ParsedRequest:
+        """Read and parse the body of a request, and complete it by what its headers and its API key say.
+
+        Args:
+            request: The HTTP request.
+            kind: See Dialect.bodies.
+            id: The id of its answer; '' where nothing is computed.
 
         Raises:
             BodyTooLarge, BodyTooSlow, Overloaded, ClientDisconnect: See read_body and decoded.
@@ -93,28 +104,33 @@ class HttpContext:
         timeline.lap("body", num_bytes=len(body))
         if encoding := request.headers.get("content-encoding", ""):
             body = await asyncio.to_thread(decoded, body, encoding, self.config.max_body_bytes)
-        parsed = await self.reader.read(body, dialect)
+        parsed = await self.reader.read(body, kind)
         timeline.lap("parse")
-        if not isinstance(parsed.request, ChatRequest):
-            return parsed
-        session, resume = session_of(request.headers) or parsed.request.session, _resume_of(request.headers)
-        return replace(parsed, request=replace(parsed.request, session=session, resume=resume))
+        key: KeyIdentity = request.state.key
+        whole = replace(
+            parsed.request,
+            request_id=id,
+            session=session_of(request.headers) or parsed.request.session,
+            resume=_resume_of(request.headers),
+        )
+        return replace(parsed, request=key.apply(whole))
 
     def ignored_header(self, parsed: ParsedRequest) -> dict[str, str]:
         """Count the unknown fields of a request and return the response header that names them, if there are any."""
         self.ignored.note(parsed.ignored)
         return {IGNORED_HEADER: ", ".join(map(printable, parsed.ignored))} if parsed.ignored else {}
 
-    def starting(self, request: ChatRequest, route: Route) -> Callable[[KeyIdentity], Awaitable[Generation]]:
-        """Return a function that starts the request once, after which it no longer refers to the conversation."""
-        waiting = [request]
-        return lambda key: self.start(key, waiting.pop(), route)
+    def starting(self, parsed: ParsedRequest) -> Callable[[], Awaitable[Generation]]:
+        """Return a function that starts a request once, after which it no longer refers to the conversation."""
+        waiting = [parsed.request]
+        route = parsed.route
+        return lambda: self.start(waiting.pop(), route)
 
-    async def start(self, key: KeyIdentity, chat: ChatRequest, route: Route) -> Generation:
-        """Start a generation for an API key. Raises OrchardError, NotReady while no engine is ready."""
+    async def start(self, chat: ChatRequest, route: Route) -> Generation:
+        """Start a generation. Raises OrchardError, NotReady while no engine is ready."""
         await self.check_ready()
         try:
-            return await self.backend.start(key.apply(chat), route)
+            return await self.backend.start(chat, route)
         except Exception as error:
             converted = self.errors.convert(error)
             if isinstance(converted, EngineFailed) and (reason := await self.backend.not_ready()) is not None:

@@ -1,16 +1,21 @@
 """Custom tools, which take one text instead of JSON arguments; the model sees functions with one argument."""
 
 import json
+import re
 from typing import Literal
 
+from deployments.http.generation import ToolCall
 from deployments.http.grammar import text_grammar
 from deployments.http.wire import OpenWire
-from deployments.protocol import Tool
+from deployments.requests import Tool
 from engine.processing.lark import expression_of, normal_expression
 from engine.protocol import GrammarSpec, InvalidRequest
 
 INPUT = "input"
 """Name of the one argument."""
+
+BEFORE_INPUT = json.dumps({INPUT: ""}).removesuffix('"}')
+IN_STRING = re.compile(r'(?:[^"\\]|\\.)*')
 
 MAX_DEFINITION_CHARS = 65_536
 
@@ -54,10 +59,38 @@ def custom_tool(name: str, description: str | None, grammar: InputGrammar | None
     return Tool(name, description, parameters, input_grammar=expression)
 
 
-def input_of(arguments: str) -> str:
-    """Return the text of a call's arguments; other arguments, of a format that is not enforced, as JSON text."""
-    values = json.loads(arguments)
-    return values[INPUT] if list(values) == [INPUT] and isinstance(values[INPUT], str) else arguments
+class InputText:
+    """Reads the text of one call of a custom tool out of its arguments."""
+
+    def __init__(self) -> None:
+        self._unread = ""
+        self._in_text = self._is_ended = False
+
+    def push(self, part: ToolCall) -> str:
+        """Return the next piece of the text. Arguments of another form, if no grammar enforces them, are the text.
+
+        Args:
+            part: The next part of the call; none ends within an escape.
+        """
+        if self._is_ended:
+            return ""
+        text = self._unread + part.arguments
+        if not self._in_text and part.is_last:
+            values = json.loads(text)
+            return values[INPUT] if list(values) == [INPUT] and isinstance(values[INPUT], str) else text
+        if not self._in_text and not text.startswith(BEFORE_INPUT):
+            self._unread = text
+            return ""
+        text = text if self._in_text else text.removeprefix(BEFORE_INPUT)
+        body = IN_STRING.match(text)
+        assert body is not None
+        self._unread, self._in_text, self._is_ended = "", True, body[0] != text
+        return json.loads(f'"{body[0]}"')
+
+
+def input_of(call: ToolCall) -> str:
+    """Return the text of a call, as far as its answer has come."""
+    return InputText().push(call)
 
 
 def arguments_of(text: str) -> str:

@@ -1,11 +1,11 @@
 """GET /openapi.json and GET /docs: the API describes itself."""
 
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from deployments.http.context import HttpContext
 from deployments.http.openapi_page import CONTENT_SECURITY_POLICY, docs_page
+from deployments.http.operation import Operation
 
 
 class Documentation:
@@ -14,12 +14,12 @@ class Documentation:
     def __init__(self, context: HttpContext):
         self._context = context
 
-    def add_to(self, app: FastAPI) -> None:
-        guard, describe = self._context.errors.guard, self._context.api.describe
-        app.add_route("/openapi.json", guard(self.document), ["GET"])
-        describe("/openapi.json", "GET", None, "This document.")
-        app.add_route("/docs", guard(self.page), ["GET"])
-        describe("/docs", "GET", None, "This document as a page.", media_type="text/html")
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        return (
+            Operation("GET", "/openapi.json", self.document, "This document."),
+            Operation("GET", "/docs", self.page, "This document as a page.", media_type="text/html"),
+        )
 
     async def document(self, request: Request) -> Response:
         return JSONResponse(self._context.api.document)

@@ -1,14 +1,15 @@
-"""ApiDocument: the OpenAPI document, to which each endpoint adds its routes."""
+"""ApiDocument: the OpenAPI document of the operations that the app serves."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from deployments.http.access import READY_PATHS
-from deployments.http.errors import error_dialect
+from deployments.http.dialect import Dialect, DialectTable
+from deployments.http.operation import Operation
 
 REF_TEMPLATE = "#/components/schemas/{model}"
 
@@ -26,86 +27,29 @@ ERROR_STATUSES = {
     "503": "No request can be served now: Retry-After says when to retry.",
 }
 
-OPENAI_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-ANTHROPIC_ERROR = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-        "request_id": {"type": ["string", "null"]},
-    },
-}
-ERRORS = {"openai": ("OpenAIError", OPENAI_ERROR), "anthropic": ("AnthropicError", ANTHROPIC_ERROR)}
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One method of one route."""
-
-    path: str
-    """With parameters as `{name}`."""
-    method: str
-    body_model: Any
-    """Wire model of the body, or a union of wire models; None: no body."""
-    summary: str
-    """One sentence."""
-    example: dict[str, Any] | None = None
-    """A valid body."""
-    media_type: str = "application/json"
-    """Content type of the answer. A body model with `stream` adds text/event-stream."""
-
-    @property
-    def id(self) -> str:
-        return "_".join([self.method.lower(), *re.findall(r"\w+", self.path)])
-
 
 class ApiDocument:
     """Collects the operations and builds the document on first use.
 
     Args:
+        dialects: The dialects of the server.
         refuses_unknown: Whether unknown fields at the top of a body are errors.
         model_name: Model name for the examples.
     """
 
-    def __init__(self, refuses_unknown: bool, model_name: str):
+    def __init__(self, dialects: DialectTable, refuses_unknown: bool, model_name: str):
+        self._dialects = dialects
         self.operations: list[Operation] = []
         self._refuses_unknown = refuses_unknown
         self._model_name = model_name
         self._written: dict[str, Any] | None = None
 
-    def describe(
-        self,
-        path: str,
-        method: str,
-        body_model: Any,
-        summary: str,
-        example: dict[str, Any] | None = None,
-        media_type: str = "application/json",
-    ) -> None:
-        """Add an operation; the arguments are documented in Operation."""
+    def add(self, operation: Operation) -> None:
+        """Add an operation. The model of its example becomes the served one."""
+        example = operation.example
         if example is not None and "model" in example:
-            example = {**example, "model": self._model_name}
-        self.operations.append(Operation(path, method, body_model, summary, example, media_type))
+            operation = replace(operation, example={**example, "model": self._model_name})
+        self.operations.append(operation)
         self._written = None
 
     @property
@@ -119,8 +63,9 @@ class ApiDocument:
         bodies, schemas = self._schemas()
         paths: dict[str, Any] = {}
         for operation in self.operations:
-            path = paths.setdefault(operation.path, {})
-            path[operation.method.lower()] = _operation(operation, bodies.get(operation.id))
+            path = paths.setdefault(operation.described_path, {})
+            dialect = self._dialects.of(operation.described_path)
+            path[operation.method.lower()] = _operation(operation, bodies.get(operation.id), dialect)
         return {
             "openapi": "3.1.0",
             "info": {"title": "Orchard", "version": version("orchard-mlx"), "description": self._description},
@@ -151,7 +96,7 @@ class ApiDocument:
             if operation.body_model is not None
         ]
         written, shared = TypeAdapter.json_schemas(models, ref_template=REF_TEMPLATE)  # type: ignore[arg-type]
-        schemas = {**dict(ERRORS.values()), **shared.get("$defs", {})}
+        schemas = {**self._dialects.error_schemas, **shared.get("$defs", {})}
         bodies = {id: schema for (id, _), schema in written.items()}
         if not self._refuses_unknown:
             for schema in bodies.values():
@@ -160,16 +105,16 @@ class ApiDocument:
         return bodies, schemas
 
 
-def _operation(operation: Operation, schema: dict[str, Any] | None) -> dict[str, Any]:
+def _operation(operation: Operation, schema: dict[str, Any] | None, dialect: Dialect) -> dict[str, Any]:
     written: dict[str, Any] = {"operationId": operation.id, "summary": operation.summary}
-    if names := re.findall(r"{(\w+)}", operation.path):
+    if names := re.findall(r"{(\w+)}", operation.described_path):
         written["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     if schema is not None:
         written["requestBody"] = {"required": True, "content": {"application/json": _content(schema, operation)}}
     streams = "stream" in getattr(operation.body_model, "model_fields", {})
-    return {**written, "responses": _responses(operation, streams)}
+    return {**written, "responses": _responses(operation, streams, dialect)}
 
 
 def _resolved(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
@@ -181,13 +126,13 @@ def _content(schema: dict[str, Any], operation: Operation) -> dict[str, Any]:
     return {"schema": schema} if operation.example is None else {"schema": schema, "example": operation.example}
 
 
-def _responses(operation: Operation, streams: bool) -> dict[str, Any]:
+def _responses(operation: Operation, streams: bool, dialect: Dialect) -> dict[str, Any]:
     is_json = operation.media_type == "application/json"
     content: dict[str, Any] = {operation.media_type: {"schema": {"type": "object" if is_json else "string"}}}
     if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
-    name, _ = ERRORS[error_dialect(operation.path)]
-    error = {"application/json": {"schema": {"$ref": REF_TEMPLATE.format(model=name)}}}
+        content[dialect.stream_type] = {"schema": {"type": "string"}}
+    ref = REF_TEMPLATE.format(model=dialect.errors.schema_name)
+    error = {"application/json": {"schema": {"$ref": ref}}}
     errors = {status: {"description": why, "content": error} for status, why in ERROR_STATUSES.items()}
     if operation.path in READY_PATHS:
         errors["503"] = {"description": "Not ready: `reason` says why.", "content": content}

@@ -2,14 +2,14 @@
 
 from dataclasses import asdict
 
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from deployments.http.access import READY_PATHS, AdministratorOnly
+from deployments.http.backend import HAND_OVER_S
 from deployments.http.context import HttpContext
+from deployments.http.operation import Operation
 from deployments.http.status_view import status_of, viewed
-from deployments.protocol import HAND_OVER_S
 from engine.protocol import InvalidRequest
 
 DEADLINE, MAX_DEADLINE_S = "deadline_s", 3600.0
@@ -22,28 +22,20 @@ class Operations:
     def __init__(self, context: HttpContext):
         self._context = context
 
-    def add_to(self, app: FastAPI) -> None:
-        guard, describe = self._context.errors.guard, self._context.api.describe
-        app.add_route("/v1/status", guard(self.status), ["GET"])
-        describe("/v1/status", "GET", None, "Show the engines, the planners, the ingresses and the configuration.")
-        app.add_route("/v1/cache", guard(self.cache), ["GET", "DELETE"])  # one route, for a whole Allow header
-        describe("/v1/cache", "GET", None, "Show the prefix caches of all engines.")
-        describe("/v1/cache", "DELETE", None, "Empty the prefix caches; an administrative request.")
-        app.add_route("/v1/nodes/{id}/drain", guard(self.drain), ["POST", "DELETE"])
-        describe(
-            "/v1/nodes/{id}/drain",
-            "POST",
-            None,
-            "Move all answers of a node to others, and its snapshots within `deadline_s`; an administrative request.",
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        status = "Show the engines, the planners, the ingresses and the configuration."
+        move = "Move all answers of a node to others, and its snapshots within `deadline_s`; an administrative request."
+        undo = "Let a drained node take requests again; an administrative request."
+        return (
+            Operation("GET", "/v1/status", self.status, status),
+            Operation("GET", "/v1/cache", self.cache, "Show the prefix caches of all engines."),
+            Operation("DELETE", "/v1/cache", self.cache, "Empty the prefix caches; an administrative request."),
+            Operation("POST", "/v1/nodes/{id}/drain", self.drain, move),
+            Operation("DELETE", "/v1/nodes/{id}/drain", self.drain, undo),
+            Operation("GET", "/health/live", self.live, "Tell whether the process answers."),
+            *(Operation("GET", path, self.ready, "Tell whether requests can be served.") for path in READY_PATHS),
         )
-        describe(
-            "/v1/nodes/{id}/drain", "DELETE", None, "Let a drained node take requests again; an administrative request."
-        )
-        app.add_route("/health/live", guard(self.live), ["GET"])
-        describe("/health/live", "GET", None, "Tell whether the process answers.")
-        for path in READY_PATHS:
-            app.add_route(path, guard(self.ready), ["GET"])
-            describe(path, "GET", None, "Tell whether requests can be served.")
 
     async def live(self, request: Request) -> Response:
         return JSONResponse({"status": "live"})

@@ -1,15 +1,20 @@
 """ParsedRequest: a parsed body of any dialect; ReadingRules: the server's settings by which it was parsed."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from deployments.http.errors import ModelNotFound
 from deployments.http.fields import UnknownFields
+from deployments.http.model_facts import ModelFacts
 from deployments.http.normalize import DEFAULT_VOLATILE_PATTERNS, SystemPolicy
-from deployments.protocol import ChatRequest, PackedMessages, Route
+from deployments.http.response_store import StoreResponses
+from deployments.requests import ChatRequest, PackedMessages, Route
 from engine.protocol import InvalidRequest
+
+LATEST = ":latest"
+"""May follow every name of the model: clients take names from Ollama's list, and send them to other routes as well."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,7 @@ class ModelDefaults:
     """The temperature of requests that set none."""
     top_p: float = 1.0
     """The top_p of requests that set none."""
+    facts: ModelFacts = field(default_factory=ModelFacts)
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,8 @@ class ReadingRules:
     unknown_fields: UnknownFields = "report"
     """Whether unknown fields at the top of a body are ignored and reported, or refused."""
     model: ModelDefaults = ModelDefaults()
+    store_responses: StoreResponses = "asked"
+    """Which responses are stored, see HttpConfig."""
 
     @cached_property
     def may_backtrack(self) -> bool:
@@ -58,8 +66,9 @@ class ReadingRules:
         return ", ".join(["text", *sorted(self.media_kinds)])
 
     def check_model(self, asked: str) -> None:
-        """Raise ModelNotFound for a name that is neither the model's nor an alias."""
-        if asked != self.model_name and asked not in self.aliases:
+        """Raise ModelNotFound for a name that is neither the model's nor an alias, also without LATEST."""
+        names = {self.model_name, *self.aliases}
+        if asked not in names and asked.removesuffix(LATEST) not in names:
             raise ModelNotFound(asked, self.model_name)
 
 
@@ -68,7 +77,7 @@ class ParsedRequest:
     """A parsed body of any dialect. It is pickled between processes."""
 
     request: ChatRequest
-    """Its request_id is ''."""
+    """As its body says. `HttpContext.read` adds the rest: id, session, tenant and client of the API key."""
     route: Route
     stream: bool
     echo: Any = None

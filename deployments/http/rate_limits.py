@@ -3,11 +3,12 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from datetime import UTC, datetime
 
+from deployments.http.allowance import Allowance
 from deployments.http.api_keys import KeyIdentity, KeyLimits
-from deployments.http.errors import ErrorDialect, Refusal
-from deployments.in_flight import Pace
+from deployments.http.dialect import Dialect
+from deployments.http.errors import Refusal
+from deployments.http.in_flight import Pace
 from engine.protocol import InvalidRequest
 
 Clock = Callable[[], float]
@@ -18,20 +19,6 @@ ROUNDING = 1e-6
 """Tolerance in requests or tokens, so that a retry after exactly the announced time succeeds."""
 
 KINDS = ("requests", "tokens")
-
-HEADER_NAMES = tuple(
-    name.format(kind=kind)
-    for kind in KINDS
-    for name in (
-        "x-ratelimit-limit-{kind}",
-        "x-ratelimit-remaining-{kind}",
-        "x-ratelimit-reset-{kind}",
-        "anthropic-ratelimit-{kind}-limit",
-        "anthropic-ratelimit-{kind}-remaining",
-        "anthropic-ratelimit-{kind}-reset",
-    )
-)
-"""All headers that RateLimits.headers can return, in both dialects."""
 
 
 class RateLimited(Refusal):
@@ -219,40 +206,19 @@ class RateLimits:
         for kind, bucket in self._use(key).buckets.items():
             bucket.take(bucket.level - levels.get(kind, bucket.level))
 
-    def headers(self, key: KeyIdentity, dialect: ErrorDialect) -> dict[str, str]:
+    def headers(self, key: KeyIdentity, dialect: Dialect) -> dict[str, str]:
         """Return the rate limit headers of a dialect; {} for a key without limits per minute."""
         if not key.limits:
             return {}
-        write = self._anthropic_headers if dialect == "anthropic" else self._openai_headers
-        return {
-            name: text for kind, bucket in self._use(key).buckets.items() for name, text in write(kind, bucket).items()
-        }
-
-    def _openai_headers(self, kind: str, bucket: TokenBucket) -> dict[str, str]:
-        return {
-            f"x-ratelimit-limit-{kind}": str(bucket.per_minute),
-            f"x-ratelimit-remaining-{kind}": str(bucket.remaining),
-            f"x-ratelimit-reset-{kind}": duration(bucket.seconds_until(bucket.per_minute)),
-        }
-
-    def _anthropic_headers(self, kind: str, bucket: TokenBucket) -> dict[str, str]:
-        full_at = math.ceil(self._now() + bucket.seconds_until(bucket.per_minute))
-        return {
-            f"anthropic-ratelimit-{kind}-limit": str(bucket.per_minute),
-            f"anthropic-ratelimit-{kind}-remaining": str(bucket.remaining),
-            f"anthropic-ratelimit-{kind}-reset": datetime.fromtimestamp(full_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        }
+        headers: dict[str, str] = {}
+        for kind, bucket in self._use(key).buckets.items():
+            full_in_s = bucket.seconds_until(bucket.per_minute)
+            headers |= dialect.limit_headers(
+                Allowance(kind, bucket.per_minute, bucket.remaining, full_in_s, self._now())
+            )
+        return headers
 
     def _use(self, key: KeyIdentity) -> KeyUse:
         if key.name not in self._uses:
             self._uses[key.name] = KeyUse(key, self._clock)
         return self._uses[key.name]
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as OpenAI does (Go durations): 0s, 120ms, 8.64s, 6m0s."""
-    num_ms = math.ceil(round(seconds * 1000, 3))
-    if 0 < num_ms < 1000:
-        return f"{num_ms}ms"
-    minutes, rest_ms = divmod(num_ms, 60_000)
-    return f"{f'{minutes}m' if minutes else ''}{rest_ms / 1000:g}s"

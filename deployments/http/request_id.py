@@ -1,6 +1,6 @@
 """RequestId: assigns each request an id, the client's X-Request-Id if valid, and returns it in one X-Request-Id header.
 
-Responses in Anthropic's dialect also have it in the header request-id, from which Anthropic's SDKs read it.
+Responses of some dialects have it in a header of their own as well, from which their SDKs read it.
 """
 
 import re
@@ -9,7 +9,7 @@ import secrets
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.http.errors import error_dialect
+from deployments.http.dialect import DialectTable
 
 _SANE = re.compile(r"[!-~]{1,128}")
 
@@ -25,12 +25,14 @@ class RequestId:
 
     Args:
         app: The wrapped app.
+        dialects: The dialects of the server.
         is_behind_proxy: Whether Serve's HTTP proxy adds the request's X-Request-Id to the response; the header is then
             added here only if the id differs.
     """
 
-    def __init__(self, app: ASGIApp, is_behind_proxy: bool = False):
+    def __init__(self, app: ASGIApp, dialects: DialectTable, is_behind_proxy: bool = False):
         self._app = app
+        self._dialects = dialects
         self._is_behind_proxy = is_behind_proxy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,8 +45,9 @@ class RequestId:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start" and not is_sent_by_proxy:
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
-            if message["type"] == "http.response.start" and error_dialect(scope["path"]) == "anthropic":
-                MutableHeaders(scope=message)["request-id"] = request_id
+            if message["type"] == "http.response.start":
+                for name in self._dialects.of(scope["path"]).id_headers:
+                    MutableHeaders(scope=message)[name] = request_id
             await send(message)
 
         await self._app(scope, receive, send_with_id)

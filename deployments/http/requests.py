@@ -1,14 +1,14 @@
 """GET /v1/requests and /v1/requests/{id}: where the seconds of finished requests went."""
 
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from deployments.http.access import AdministratorOnly
 from deployments.http.context import HttpContext
 from deployments.http.errors import RequestNotFound
+from deployments.http.operation import Operation
+from deployments.http.timeline import RequestTimeline
 from deployments.http.timing import page, summary
-from deployments.timeline import RequestTimeline
 from engine.protocol import InvalidRequest
 
 PATH = "/v1/requests"
@@ -22,12 +22,11 @@ class Requests:
     def __init__(self, context: HttpContext):
         self._context = context
 
-    def add_to(self, app: FastAPI) -> None:
-        guard, describe = self._context.errors.guard, self._context.api.describe
-        app.add_route(PATH, guard(self.list), ["GET"])
-        describe(PATH, "GET", None, "List finished requests of this node: the newest, or with `slowest` the slowest.")
-        app.add_route(PATH + "/{id:path}", guard(self.one), ["GET"])
-        describe(PATH + "/{id}", "GET", None, "Show where the seconds of a request went, by its id or X-Request-Id.")
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        several = "List finished requests of this node: the newest, or with `slowest` the slowest."
+        one = "Show where the seconds of a request went, by its id or X-Request-Id."
+        return Operation("GET", PATH, self.list, several), Operation("GET", PATH + "/{id:path}", self.one, one)
 
     async def list(self, request: Request) -> Response:
         self._check(request)

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
 from deployments.http.api_keys import KeyIdentity
-from deployments.http.errors import ErrorDialect
+from deployments.http.dialect import Dialect
 from deployments.http.rate_limits import RateLimited, RateLimits
 from engine.protocol import InvalidRequest
 
@@ -124,7 +124,7 @@ class SharedLimits:
         """Refuse a request that is known to exceed a limit, without counting it. Raises what `enter` raises."""
         self._counts.check(key, num_choices)
 
-    def headers(self, key: KeyIdentity, dialect: ErrorDialect) -> dict[str, str]:
+    def headers(self, key: KeyIdentity, dialect: Dialect) -> dict[str, str]:
         """Return the rate limit headers of a dialect; {} for a key without limits per minute."""
         return self._counts.headers(key, dialect)
 

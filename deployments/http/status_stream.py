@@ -4,7 +4,6 @@ import asyncio
 import json
 from typing import Any
 
-from fastapi import FastAPI
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -12,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from deployments.http.answer_response import in_background, run_until, wait_disconnected
 from deployments.http.context import HttpContext
 from deployments.http.event_stream import EventStream
+from deployments.http.operation import Operation
 from deployments.http.status_view import status_of
 from engine import retry_after
 from engine.protocol import Overloaded
@@ -45,11 +45,10 @@ class StatusStream:
         self._context = context
         self._num_open = 0
 
-    def add_to(self, app: FastAPI) -> None:
-        guard, describe = self._context.errors.guard, self._context.api.describe
-        app.add_route(PATH, guard(self.stream), ["GET"])
+    @property
+    def operations(self) -> tuple[Operation, ...]:
         summary = "Send the figures of /v1/status as server-sent events when they change, at most one a second."
-        describe(PATH, "GET", None, summary, media_type="text/event-stream")
+        return (Operation("GET", PATH, self.stream, summary, media_type="text/event-stream"),)
 
     async def stream(self, request: Request) -> Response:
         if request.method == "HEAD":

@@ -3,7 +3,7 @@
 from typing import Any
 
 from deployments.http.cache import explanation
-from deployments.timeline import RequestTimeline, Stretch, sum_by_name
+from deployments.http.timeline import RequestTimeline, Stretch, sum_by_name
 from engine.cache_miss import CacheMiss
 from engine.timeline import Decoded, EncodedImage, Prefilled, Queued
 

@@ -1,20 +1,25 @@
-"""GET / and GET /page/...: the page for chatting with the model and watching the server, as static files."""
+"""GET / and GET /page/...: the page for chatting with the model and watching the server, as static files.
+
+Programs that ask for `/` to find out what serves there, and do not accept HTML, get the greeting of a dialect instead.
+"""
 
 import gzip
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from deployments.http.access import PAGE_FILES, PAGE_PATH
 from deployments.http.context import HttpContext
+from deployments.http.operation import Operation
 
 FOLDER = Path(__file__).parent / "page"
 INDEX = "index.html"
+HTML = "text/html"
+"""Browsers accept it by name where they show a page; other programs accept `*/*`, or JSON."""
 
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -93,15 +98,21 @@ class WebPage:
         self._context = context
         self._files = read_files()
 
-    def add_to(self, app: FastAPI) -> None:
-        guard, describe = self._context.errors.guard, self._context.api.describe
-        app.add_route(PAGE_PATH, guard(self.index), ["GET"])
-        describe(PAGE_PATH, "GET", None, "Show the page: chat, and the state of the server.", media_type="text/html")
-        app.add_route(PAGE_FILES + "{file:path}", guard(self.file), ["GET"])
-        describe(PAGE_FILES + "{file}", "GET", None, "Return a file of the page.", media_type="text/javascript")
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        page, files = "Show the page: chat, and the state of the server.", PAGE_FILES + "{file:path}"
+        return (
+            Operation("GET", PAGE_PATH, self.index, page, media_type="text/html"),
+            Operation("GET", files, self.file, "Return a file of the page.", media_type="text/javascript"),
+        )
 
     async def index(self, request: Request) -> Response:
-        return _respond(request, self._files[INDEX])
+        greeting = self._context.greeting
+        if greeting and HTML not in request.headers.get("accept", "").lower():
+            return PlainTextResponse(greeting, headers={"Vary": "Accept"})
+        page = _respond(request, self._files[INDEX])
+        page.headers.add_vary_header("Accept")
+        return page
 
     async def file(self, request: Request) -> Response:
         name = request.path_params["file"]

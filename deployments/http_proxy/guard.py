@@ -11,14 +11,15 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.http.errors import ErrorMap
+from deployments.http.dialects import DIALECTS
+from deployments.http.error_map import ErrorMap
 from deployments.http.proxy_limits import EXTENSION, HEADER, ProxyLimits
 from deployments.http.request_id import request_id_of
+from deployments.http.timeline import ARRIVED_HEADER, arrival_header
 from deployments.http.unread_bodies import UnreadBodies
 from deployments.http_proxy.protocol import use_guarded_protocol
 from deployments.http_proxy.routes import ServeRoutes
 from deployments.serve_log import join_serve_log
-from deployments.timeline import ARRIVED_HEADER, arrival_header
 from engine import retry_after
 from engine.protocol import OrchardError, Unavailable
 
@@ -70,7 +71,7 @@ class ProxyGuard:
         self._state = state
         self._bridge_s = bridge_s
         self._routes = ServeRoutes(app)
-        self._errors = ErrorMap()
+        self._errors = ErrorMap(DIALECTS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"].startswith(_SERVE_PREFIX):

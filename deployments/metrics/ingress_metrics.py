@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from deployments.http_figures import KeyUsage
+from deployments.http.figures import KeyUsage
 from deployments.metrics.metric import Metric, Sample
 from deployments.metrics.node_figures import IngressFigures, NodeFigures
 from deployments.metrics.reading import ingress_samples, ingress_value, scorer_value

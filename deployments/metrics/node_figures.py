@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from deployments.http_figures import HttpFigures
+from deployments.http.figures import HttpFigures
 from engine.core.spec_prefill.plan import ScorerStatus
 from engine.figures import EngineFigures
 

@@ -21,6 +21,7 @@ from deployments.cluster.headship import Headship, read_headship, write_headship
 from deployments.cluster.log_copy import copied_s
 from deployments.cluster.members import noted_addresses
 from deployments.cluster.membership import read_membership
+from deployments.cluster.mutual_tls import MachineTls, machine_tls
 from deployments.cluster.own_address import addresses_here
 from deployments.cluster.proof_client import NoAnswer, NotOfCluster, ProofClient
 from deployments.cluster.ray_node import RECONNECT_S
@@ -75,13 +76,14 @@ def find_adoption(folder: ClusterFolder, is_forced: bool) -> Adoption:
     if noted is not None and noted.term > old.term:
         old = noted
     others = tuple(one["address"] for one in known["members"] if one["address"] != known["own_address"])
-    _refuse_living(old, ask_all([address for address in others if address != old.address], folder.token()))
+    asked = [address for address in others if address != old.address]
+    _refuse_living(old, ask_all(asked, folder.token(), machine_tls(folder)))
     since = _copied_s(folder, old, time.time() - known["heard_age_s"], is_forced)
     return Adoption(old, known["own_address"], others, since, _started(folder, old, known["own_address"]))
 
 
 def _ask_own_agent(folder: ClusterFolder) -> dict[str, Any]:
-    for told in ask_all(addresses_here(), folder.token()).values():
+    for told in ask_all(addresses_here(), folder.token(), machine_tls(folder)).values():
         return told
     raise CannotStart(
         f"the member process of this machine does not answer at port {ports.MEMBER}; `orchard leave --force` and "
@@ -163,7 +165,7 @@ def refuse_if_adopted(folder: ClusterFolder, own: Headship) -> None:
     if noted is not None and noted.term > own.term:
         raise CannotStart(_replaced(noted))
     addresses = [address for address in noted_addresses(folder) if address != own.address]
-    told = ask_all(addresses, folder.token())
+    told = ask_all(addresses, folder.token(), machine_tls(folder))
     newest = max(told.values(), key=lambda view: view["term"], default=None)
     if newest is not None and newest["term"] > own.term:
         raise CannotStart(_replaced(Headship(newest["address"], newest["term"])))
@@ -177,11 +179,13 @@ def refuse_if_adopted(folder: ClusterFolder, own: Headship) -> None:
 def _replaced(headship: Headship) -> str:
     return (
         f"{headship.address} has taken over the cluster of this machine, which is no longer its head. Join it: orchard "
-        f"join {headship.address} (the token is the same). Or start a new cluster with --new-cluster."
+        f"join {headship.address}. Or start a new cluster with --new-cluster."
     )
 
 
-def tell_replaced(addresses: list[str], own: Headship, cluster: str, token: str) -> list[str]:
+def tell_replaced(
+    addresses: list[str], own: Headship, cluster: str, token: str, tls: MachineTls | None = None
+) -> list[str]:
     """Tell heads that were replaced, if they answer; return the addresses of those that end now.
 
     Args:
@@ -189,12 +193,13 @@ def tell_replaced(addresses: list[str], own: Headship, cluster: str, token: str)
         own: This machine as the head.
         cluster: Id of the cluster.
         token: Of the cluster.
+        tls: This machine's end of the connections; None: they are not encrypted.
     """
     ended = []
     for address in addresses:
         path = f"{ADOPTED_PATH}?{urlencode({'by': own.address, 'term': own.term, 'cluster': cluster})}"
         with contextlib.suppress(NoAnswer, NotOfCluster):
-            ProofClient(address, ports.JOIN, token, TELL_S).ask(path, MAX_TOLD_BYTES)
+            ProofClient(address, ports.JOIN, token, TELL_S, tls).ask(path, MAX_TOLD_BYTES)
             ended.append(address)
     return ended
 

@@ -1,5 +1,6 @@
 """Checks before Ray starts: an existing cluster, the API keys, the port, the GPU, the model."""
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -7,6 +8,9 @@ from pathlib import Path
 
 import psutil
 
+from deployments.cluster import ports
+from deployments.cluster.folder import ClusterFolder, FolderError
+from deployments.cluster.mutual_tls import machine_tls
 from deployments.http.api_keys import ApiKeysError, read_api_keys
 from deployments.model_checks import check_model
 from deployments.serve_run.config_file import OrchardConfig
@@ -17,7 +21,7 @@ from engine.protocol import EngineFailed
 from engine.smollm2 import SMOLLM2, is_made
 
 CONNECT_S = 2.0
-RELAY_S = 3.0
+RELAY_S, TLS_RELAY_S = 3.0, 7.0
 """Longer than a relay tries to connect; Ray's GCS speaks at once."""
 MODEL_CHECK_S = 120.0
 RAY_PROCESSES = ("raylet", "gcs_server")
@@ -129,9 +133,14 @@ def finds_cluster(note: Path | None = None) -> bool:
 
 def _refuse_closed(connection: socket.socket) -> None:
     """Raise ConnectionResetError if the other end closes: a member's relay, whose head does not answer."""
-    connection.settimeout(RELAY_S)
     try:
-        is_open = bool(connection.recv(1))
+        tls = machine_tls(ClusterFolder()) if connection.getpeername()[1] == ports.RELAY else None
+    except FolderError as error:
+        raise CannotStart(str(error)) from None
+    connection.settimeout(RELAY_S if tls is None else TLS_RELAY_S)
+    try:
+        with contextlib.closing(connection if tls is None else tls.connect(connection)) as asked:
+            is_open = bool(asked.recv(1))
     except TimeoutError:
         is_open = True
     if not is_open:

@@ -117,7 +117,7 @@ def _check_serve_arguments(serve: argparse.ArgumentParser, options: argparse.Nam
         serve.error(f"{options.model} is a configuration file: orchard serve --config {options.model}")
     if options.cluster and options.address:
         serve.error(f"--cluster makes a cluster; --address, or RAY_ADDRESS, names another one: {options.address}")
-    for name in ("interface", "new_cluster", "adopt"):
+    for name in ("interface", "new_cluster", "adopt", "no_tls"):
         if getattr(options, name) and not options.cluster:
             serve.error(f"--{name.replace('_', '-')} has no effect without --cluster")
     if options.force and not options.adopt:
@@ -147,7 +147,14 @@ def _add_cluster_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--new-cluster",
         action="store_true",
-        help="with --cluster: forget the cluster that this machine was the head of; machines that are still in it end",
+        help="with --cluster: forget the cluster that this machine was the head of, its token and its certificates; "
+        "machines that are still in it end",
+    )
+    serve.add_argument(
+        "--no-tls",
+        action="store_true",
+        help="with --cluster: do not encrypt traffic between the machines: prompts can be read on the network, and so "
+        "can the token, with which code can be run on all machines",
     )
     serve.add_argument(
         "--adopt",
@@ -183,7 +190,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         object_store_bytes, environment = options.object_store_mib * 2**20, not_in_effect()
         head = None
         if options.cluster:
-            chosen = HeadOptions(options.interface, options.new_cluster, options.adopt, options.force)
+            chosen = HeadOptions(
+                options.interface, options.new_cluster, options.adopt, options.force, has_tls=not options.no_tls
+            )
             head = Head(config, chosen, options.dashboard, object_store_bytes)
             address = head.address
         else:

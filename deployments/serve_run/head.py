@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from deployments.cluster.folder import HEAD_LOCK, ClusterFolder, FolderError
 from deployments.cluster.head_service import HeadService
 from deployments.cluster.headship import FIRST_TERM, Headship, write_headship
 from deployments.cluster.join_server import JoinServer
+from deployments.cluster.join_token import read_join_token
 from deployments.cluster.log_copy import age_text
 from deployments.cluster.membership import read_membership
 from deployments.cluster.own_address import NoAddress, own_address
@@ -42,6 +44,12 @@ from deployments.serve_run.checks import CannotStart, address_note
 from deployments.serve_run.config_file import OrchardConfig
 from deployments.serve_run.effective import url_of
 from deployments.serve_run.environment import raise_open_files, set_defaults
+from deployments.serve_run.head_secrets import (
+    forget_old_secrets,
+    guest_secret,
+    head_secrets,
+    refuse_other_tls,
+)
 from deployments.serve_run.stop import say
 from engine.process_lock import LockHeld, ProcessLock
 from engine.processing.checkpoint import draft_of
@@ -70,6 +78,8 @@ class HeadOptions:
     """Whether this machine takes over the cluster that it is a member of."""
     is_forced: bool = False
     """Whether an old copy of the log is good enough for that."""
+    has_tls: bool = True
+    """Whether the traffic between the machines is encrypted."""
 
 
 class Head:
@@ -118,20 +128,24 @@ class Head:
         except CannotStart:
             self._lock.release()
             raise
-        set_variables(os.environ, self._folder.token_file)  # before this process imports Ray
+        tls_files = self._folder.tls if options.has_tls else None
+        set_variables(os.environ, self._folder.token_file, tls_files)  # before this process imports Ray
 
     def _reserve(self, options: HeadOptions) -> None:
         """Check everything, then take the cluster over if that is asked for. Raises CannotStart, FolderError."""
         if (reason := contradiction_in(os.environ)) is not None:
             raise CannotStart(f"{reason}.")
-        self.token = self._folder.token()
         if options.is_new:
             self._folder.forget_cluster()
         member = read_membership(self._folder)
+        if member is None and not options.adopts:
+            forget_old_secrets(self._folder, options.is_new)
         self.is_beside = member is not None and member.is_running
         adoption = find_adoption(self._folder, options.is_forced) if options.adopts else None
         if adoption is not None:
             self._host, self._started = adoption.own_address, adoption.started
+            refuse_other_tls(self._folder, self._started, options.has_tls)
+            self._secrets = head_secrets(self._folder, self._host, options.has_tls)
         else:
             self._host, self._started = own_address(options.interface), self._folder.started()
             if self.is_beside and not self._started:
@@ -140,6 +154,8 @@ class Head:
                     "first. If that head is gone for good, --adopt takes its cluster over."
                 )
             self._refuse_other_address()
+            refuse_other_tls(self._folder, self._started, options.has_tls)
+            self._secrets = head_secrets(self._folder, self._host, options.has_tls)
             if self._started:
                 refuse_if_adopted(self._folder, self.headship)
         self.address = f"{self._host}:{ports.GCS}"
@@ -201,7 +217,16 @@ class Head:
             self._service = HeadService(
                 self._folder, self.headship, self._started["id"], self._shared, self._on_adopted
             )
-            self._joins = JoinServer(self._host, ports.JOIN, self.token, self._facts, self._service.answers())
+            self._joins = JoinServer(
+                self._host,
+                ports.JOIN,
+                self._secrets.token,
+                self._facts,
+                self._service.answers(),
+                self._secrets.tls,
+                self._secrets.authority,
+                partial(guest_secret, self._folder),
+            )
         except OSError as error:
             raise CannotStart(
                 f"port {ports.JOIN} of {self._host}, which answers `orchard join`, cannot be used: {error.strerror}"
@@ -223,7 +248,8 @@ class Head:
         def tell() -> None:
             """Tell heads that this one has replaced, if they come back."""
             while (replaced := self._started.get("replaced")) and not self._is_stopping.wait(TELL_EVERY_S):
-                for address in tell_replaced(replaced, self.headship, self._started["id"], self.token):
+                secrets, own = self._secrets, self.headship
+                for address in tell_replaced(replaced, own, self._started["id"], secrets.token, secrets.tls):
                     say(f"{address}, the head before this one, has come back. It was told, and ends.")
 
         threading.Thread(target=look, name="watch-head", daemon=True).start()
@@ -267,12 +293,13 @@ class Head:
         self._note(dict(application), sources_digest())
 
     def describe(self) -> str:
-        """Return what the operator must know to let other machines join."""
-        token = self.token if sys.stderr.isatty() else "TOKEN"
-        where = "" if sys.stderr.isatty() else f" TOKEN is in {self._folder.token_file}."
+        """Return what the operator must know to let other machines join. Raises FolderError."""
+        token = read_join_token(self._folder) if sys.stderr.isatty() else "TOKEN"
+        where = "" if sys.stderr.isatty() else f" TOKEN is in {self._folder.join_token}."
+        plain = "" if self._secrets.tls is not None else " --no-tls: all traffic of the cluster can be read on its way."
         return (
             f"This machine is the head of a cluster. On each other machine: orchard join {self._host} --token {token}\n"
-            f"Whoever has the token can run code on every machine of the cluster.{where}"
+            f"The token gives the right to run code on every machine of the cluster.{where}{plain}"
         )
 
     def _resources(self) -> dict[str, float]:
@@ -315,6 +342,7 @@ class Head:
             "serve": self._serve_options(),
             "versions": _versions(),
             "sources": sources,
+            "tls": self._secrets.tls is not None,
             "application": application,
             "id": self._started.get("id") or secrets.token_hex(8),
         }

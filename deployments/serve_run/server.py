@@ -259,7 +259,8 @@ def _import_graph() -> Callable[..., Any]:
 def identity_of(config: OrchardConfig) -> dict[str, Any]:
     """Return what makes two deployments of the application the same: its configuration, and the graph's options.
 
-    Orchard's sources are not among it: each machine runs its own (deployments/population.py). Ray must be initialized.
+    Orchard's sources are not among it: each machine runs its own (deployments/calls/population.py). Ray must be
+    initialized.
     """
     from deployments.app import describe_graph
 

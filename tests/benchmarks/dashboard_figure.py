@@ -55,8 +55,8 @@ def series(client: httpx.Client, target: dict[str, Any], minutes: float, interva
     return drawn
 
 
-def draw(client: httpx.Client, row: str, minutes: float, interval_s: int, path: Path) -> None:
-    """Write the charts of a row as a PNG."""
+def draw(client: httpx.Client, row: str, minutes: float, interval_s: int, path: Path) -> list[str]:
+    """Write the charts of a row as a PNG; return the titles of those without data. Raises SystemExit if all are."""
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]  # uv run --with matplotlib
 
     panels = panels_of(row)
@@ -64,6 +64,7 @@ def draw(client: httpx.Client, row: str, minutes: float, interval_s: int, path: 
     figure, axes = pyplot.subplots(num_rows, COLUMNS, figsize=(6 * COLUMNS, 3 * num_rows), squeeze=False)
     for chart in axes.flat[len(panels) :]:
         chart.set_visible(False)
+    empty: list[str] = []
     for chart, panel in zip(axes.flat, panels, strict=False):
         unit = panel["fieldConfig"]["defaults"]["unit"]
         stacked = panel["fieldConfig"]["defaults"].get("custom", {}).get("stacking", {}).get("mode") == "normal"
@@ -76,12 +77,17 @@ def draw(client: httpx.Client, row: str, minutes: float, interval_s: int, path: 
         chart.set_xlim(-minutes, 0)
         chart.set_ylim(bottom=0)
         chart.tick_params(labelsize=8)
-        if drawn:
+        if not drawn:
+            empty.append(panel["title"])
+        else:
             chart.legend(fontsize=7, loc="upper left", ncols=1 + len(drawn) // 6)
+    if len(empty) == len(panels):
+        raise SystemExit(f"{client.base_url} has no data of the last {minutes:g} minutes for any chart of {row!r}")
     figure.supxlabel("minutes")
     figure.tight_layout()
     figure.savefig(path, dpi=90)
     pyplot.close(figure)
+    return empty
 
 
 def main() -> None:
@@ -93,8 +99,8 @@ def main() -> None:
     parser.add_argument("--prometheus", default="http://127.0.0.1:9090")
     options = parser.parse_args()
     with httpx.Client(base_url=options.prometheus, timeout=30) as client:
-        draw(client, options.row, options.minutes, options.interval, options.out)
-    print(options.out)
+        empty = draw(client, options.row, options.minutes, options.interval, options.out)
+    print(options.out, *(f"no data: {title}" for title in empty), sep="\n")
 
 
 if __name__ == "__main__":

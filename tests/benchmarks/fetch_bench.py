@@ -27,6 +27,7 @@ import engine.worker  # noqa: F401  # before MLX
 from engine.async_engine import AsyncEngine
 from engine.config import DiskCacheConfig, EngineConfig
 from engine.core.engine_core import EngineCore
+from engine.core.prefix_cache.eligibility import key_of_tokens
 from engine.placement import PrefixHolder
 from engine.protocol import EngineRequest, PromptOrigin, SamplingParams
 from engine.snapshot_store.exchange import Sharing
@@ -106,8 +107,8 @@ async def holder_of(there: AsyncEngine, spec: EngineRequest) -> PrefixHolder:
     """Return the holder of the longest prefix of a prompt, once it is on disk."""
 
     def find(core: EngineCore) -> PrefixHolder:
-        key = core.prefix._eligibility.key(spec, spec.token_ids)
-        entry = core.prefix.cache.index.match(key, len(key) - 1)
+        key = key_of_tokens(spec, spec.token_ids, core.runner)
+        entry = core.prefix.store.match(key, len(key) - 1)
         assert entry is not None and core.prefix._disk is not None
         assert core.prefix.write_now(entry.digest)
         core.prefix._disk._files.flush()

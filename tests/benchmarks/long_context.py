@@ -23,8 +23,8 @@ import engine.worker  # noqa: F401  # before MLX
 
 import mlx.core as mx  # isort: skip
 
-from deployments.planning import PromptPlanner
-from deployments.protocol import ChatRequest
+from deployments.planners.prompt_planner import PromptPlanner
+from deployments.requests import ChatRequest
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core.memory.budget import Accounts

@@ -10,7 +10,7 @@ results. What the dtype explains follows from the library alone: the same positi
 forward over the whole sequence differ by rounding (engine/self_test/agreement.py has the rule). The status is 1 if any
 difference is larger.
 
---zoo writes a tiny random checkpoint of each family of tests/support/families.py to a temporary folder, and prints one
+--zoo writes a tiny random checkpoint of each family of tests/support/families/ to a temporary folder, and prints one
 row for all prompts of a family. An image needs a model whose images the engine takes, with an image processor of the
 Qwen2-VL family.
 """

@@ -109,17 +109,16 @@ def _rule(weight_of: Callable[[eviction.EvictionOrder, Any], float], margin: flo
     """Return a rule without learning: seconds * weight / max(IDLE_S, idle) per byte.
 
     Args:
-        weight_of: Returns the weight of an entry.
+        weight_of: Returns the weight of a snapshot.
         margin: A new snapshot must be worth this many times those evicted for it; 0: all are stored.
     """
 
-    def victim(order: eviction.EvictionOrder, entry: Any) -> eviction.Victim:
-        node = entry.node
+    def victim(order: eviction.EvictionOrder, node: Any) -> eviction.Victim:
         in_front = order._in_front_of(node)
-        lost_s = order._cost(entry, in_front.num_tokens if in_front is not None else 0)
-        weight = weight_of(order, entry)
-        rate = weight / max(IDLE_S, order._now - entry.used_s)
-        return eviction.Victim(entry, order._freed_bytes(node), lost_s, rate, 0.5 * weight)
+        lost_s = order._cost(node, in_front.num_tokens if in_front is not None else 0)
+        weight = weight_of(order, node)
+        rate = weight / max(IDLE_S, order._now - node.used_s)
+        return eviction.Victim(node, order._freed_bytes(node), lost_s, rate, 0.5 * weight)
 
     def change() -> None:
         setattr(eviction.EvictionOrder, "_victim", victim)  # noqa: B010 (its parameters have other names)
@@ -129,13 +128,13 @@ def _rule(weight_of: Callable[[eviction.EvictionOrder, Any], float], margin: flo
     return change
 
 
-def _by_stage(order: eviction.EvictionOrder, entry: Any) -> float:
-    return 1.0 if entry.lineage.is_shared or entry.lineage.entries[-1] is entry else 0.1
+def _by_stage(order: eviction.EvictionOrder, node: Any) -> float:
+    return 1.0 if node.lineage.is_shared or node.lineage.nodes[-1] is node else 0.1
 
 
-def _by_leaf(order: eviction.EvictionOrder, entry: Any) -> float:
-    num = entry.node.num_dependents - order._num_freed_dependents.get(entry.node, 0)
-    return 1.0 if num != 1 or entry.kind == "system" else 0.1
+def _by_leaf(order: eviction.EvictionOrder, node: Any) -> float:
+    num = node.num_dependents - order._num_freed_dependents.get(node, 0)
+    return 1.0 if num != 1 or node.kind == "system" else 0.1
 
 
 NO_GROWTH = _set(admission.Admission, "_growth_tokens", lambda self, prompt_s, num_prompt_tokens: 0)
@@ -160,13 +159,13 @@ ARMS: dict[str, tuple[str, Callable[[], None]]] = {
     ),
     "no patience": ("valuable snapshots are evicted for a request at once", NO_PATIENCE),
     "no bursts": ("no two prompts share a forward", NO_BURSTS),
-    "no loans": ("keys and values are copied, not lent", _set(eligibility.Eligibility, "may_lend", lambda *a: False)),
-    "no answers": ("answers are not stored", _set(snapshot_taker.SnapshotTaker, "keep_answer", lambda *a: None)),
+    "no loans": ("keys and values are copied, not lent", _set(eligibility, "may_lend", lambda rows: False)),
+    "no answers": ("answers are not stored", _set(snapshot_taker.SnapshotTaker, "take_answer", lambda *a: None)),
     "lru": (
         "the least recently used snapshot is evicted, and every new one stored",
-        _together(_set(eviction, "_density", lambda victim: victim.entry.used_s), _set(snapshot_memory, "MARGIN", 0)),
+        _together(_set(eviction, "_density", lambda victim: victim.node.used_s), _set(snapshot_memory, "MARGIN", 0)),
     ),
-    "one line": ("seconds / bytes / idle time, every new one stored", _rule(lambda order, entry: 1.0)),
+    "one line": ("seconds / bytes / idle time, every new one stored", _rule(lambda order, node: 1.0)),
     "by stage": ("the same, times 0.1 unless it is the last of its conversation or shared", _rule(_by_stage)),
     "by leaf": ("the same, read off the tree", _rule(_by_leaf)),
     "by leaf, 1.0": ("the same; a new one must be worth as much as those evicted for it", _rule(_by_leaf, 1.0)),

@@ -6,10 +6,12 @@ import io
 import json
 from collections.abc import Callable
 
-from deployments.protocol import TextDelta, ToolCall
+from deployments.http.generation import TextDelta, ToolCall
 from tests.browser.chromium import Window
 from tests.browser.page_server import ANN, PageServer
+from tests.deployments.http.conftest import parts_of
 from tests.e2e.pictures import shape
+from tests.support.video_files import video
 
 OpenPage = Callable[..., Window]
 
@@ -105,6 +107,17 @@ def test_a_video_is_sent_as_one_and_other_files_are_not_taken(open_page: OpenPag
     assert "video" in page.wait_text(".error", "messages[0]")  # this backend reads images alone
 
 
+def test_a_video_is_shown_read_and_answered(open_page: OpenPage):
+    page = open_page()
+    set_settings(page, temperature="0")
+    page.run(DROP % (base64.b64encode(video(8)).decode(), *MP4, "chat", "DragEvent", "drop", "dataTransfer"))
+    page.wait("document.querySelectorAll('#attached video').length === 1")
+    ask(page, "What is in the video?")
+    figures = page.wait_text(".answer .figures", "cached")
+    assert "tokens/s" in figures and page.text(".answer > .text").strip()
+    assert page.run("document.querySelector('.question video').src").startswith("data:video/mp4")
+
+
 def test_a_thought_is_folded(open_page: OpenPage):
     page = open_page()
     set_settings(page, temperature="0", effort="low")
@@ -147,20 +160,37 @@ def test_stop_ends_the_answer_and_frees_its_row(open_page: OpenPage, server: Pag
 
 def test_streamed_text_is_shown_before_the_answer_ends(open_page: OpenPage, server: PageServer):
     gate = asyncio.Event()
-    call = ToolCall("call_1", "look", '{"at": "it"}')
+    second_gate = asyncio.Event()
+    parts = parts_of(ToolCall("call_1", "look", '{"at": "it"}'), 3, 9)
     server.scripted.script = [
         TextDelta("", 1, reasoning="Let me see."),
         TextDelta("It is **so**.\n\n```python\nprint(1)\n```", 9),
         gate,
-        TextDelta("", 1, "tool_calls", tool_calls=(call,)),
+        *(TextDelta("", 1, tool_calls=(part,)) for part in parts[:2]),
+        second_gate,
+        TextDelta("", 1, "tool_calls", tool_calls=(parts[2],)),
     ]
     page = open_page("/scripted/")
     ask(page, "Is it so?")
     page.wait("document.querySelector('.answer.running .text strong')?.innerText === 'so'")
     assert page.text(".answer pre").strip() == "print(1)"
     server.run_soon(gate.set)
+    page.wait_text(".call pre", '{"at": "i')
+    assert "look" in page.text(".call") and "Return" not in page.text(".call")
+    server.run_soon(second_gate.set)
+    page.wait("!document.querySelector('.answer.running')")
+    assert page.run("document.querySelectorAll('.call').length") == 1
+    assert page.text(".call pre") == '{\n  "at": "it"\n}' and "Return this result" in page.text(".call")
+
+
+def test_a_call_that_is_cut_off_takes_no_result(open_page: OpenPage, server: PageServer):
+    parts = parts_of(ToolCall("call_1", "look", '{"at": "it"}'), 8, is_cut_off=True)
+    server.scripted.script = [TextDelta("", 1, tool_calls=tuple(parts)), TextDelta("", 0, "length")]
+    page = open_page("/scripted/")
+    ask(page, "Is it so?")
     page.wait_text(".call", "look")
     page.wait("!document.querySelector('.answer.running')")
+    assert page.text(".call pre") == '{"at": "' and "Return" not in page.text(".call")
 
 
 def test_conversations_stay_in_the_browser_and_can_be_removed(open_page: OpenPage, server: PageServer):

@@ -22,15 +22,16 @@ from PIL import Image
 from ray.exceptions import ActorDiedError
 from ray.serve import Deployment
 
-from deployments import ingress, mllm, model_replica, spec_prefill, text
+from deployments import ingress, model_replica, prompt_scorer
 from deployments.args import AppArgs
-from deployments.engine_client import EngineClient
+from deployments.calls.replica_calls import cause_of
+from deployments.dispatch.engine_client import EngineClient
 from deployments.ingress import Ingress
-from deployments.mllm import MLLM
 from deployments.model_replica import ModelReplica
-from deployments.replica_calls import cause_of
-from deployments.spec_prefill import SpecPrefillScorer
-from deployments.text import TextMTP
+from deployments.planners import planner
+from deployments.planners.mllm import MLLM
+from deployments.planners.text import TextMTP
+from deployments.prompt_scorer import SpecPrefillScorer
 from engine import async_engine
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.worker.model_runner import load_runner
@@ -168,7 +169,7 @@ class Graph:
         self.calls: set[asyncio.Task[Any]] = set()
         self._args = args
         info = {"node_id": NODE, "replica_id": "r", "pid": 7}
-        for module in (model_replica, spec_prefill, ingress, text, mllm):
+        for module in (model_replica, prompt_scorer, ingress, planner):
             monkeypatch.setattr(module, "replica_info", lambda: info)
         monkeypatch.setattr(
             async_engine, "AsyncEngine", lambda config, sharing: FaultyEngine(config, self.faults, load_runner)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from deployments.protocol import ChatRequest, SpecPrefillReport
-from deployments.sparse_planner import PromptFacts, SparsePlanner
+from deployments.planners.sparse_planner import PromptFacts, SparsePlanner
+from deployments.requests import ChatRequest, SpecPrefillReport
 from engine.config import SpecPrefillConfig
 from engine.core.spec_prefill.plan import Scored, ScoreRequest, make_plan
 from engine.protocol import (

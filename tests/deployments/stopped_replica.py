@@ -14,9 +14,9 @@ with warnings.catch_warnings():  # see tests/deployments/conftest.py
     from ray import serve
 
 from deployments.app import SAME_LOOP
+from deployments.calls.replica_calls import ask_replicas
 from deployments.draining import on_stop
 from deployments.ingress import own_deployment
-from deployments.replica_calls import ask_replicas
 
 TIMEOUT_S = 60.0
 SILENCE_S = 2.0

@@ -10,12 +10,12 @@ import pytest
 from ray import serve
 
 from deployments.args import AppArgs
-from deployments.embedding import embed_all
+from deployments.dispatch.embedding import embed_all
 from deployments.ingress import Ingress
 from deployments.model_replica import ModelReplica
-from deployments.planning import PromptPlanner
-from deployments.protocol import ChatRequest, EmbedRequest
-from deployments.text import TextMTP
+from deployments.planners.prompt_planner import PromptPlanner
+from deployments.planners.text import TextMTP
+from deployments.requests import ChatRequest, EmbedRequest
 from engine.config import EngineConfig
 from engine.protocol import ContextLengthExceeded, EngineFailed, InvalidRequest
 from tests.support.embedding_models import PROMPTS, demo_embedding_model, describe_embeddings
@@ -113,7 +113,7 @@ def test_an_embedding_model_embeds_through_http_and_refuses_to_generate_text(tmp
     async def go() -> None:
         here: Any = Here.__new__(Here)
         await here.__init__(AppArgs(engine=config), {}, engine, text, text)
-        here._ready_until = float("inf")
+        here._graph._ready_until = float("inf")
         transport = httpx.ASGITransport(here.__serve_build_asgi_app__())
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from deployments import scorer_client
 from deployments.args import AppArgs
+from deployments.calls import scorer_client
 from deployments.model_replica import ModelReplica
-from deployments.text import TextMTP
+from deployments.planners.text import TextMTP
 from engine.config import EngineConfig
 from engine.protocol import EngineFailed, Overloaded
 from tests.deployments.fake_handle import task_error

@@ -16,13 +16,15 @@ from ray import serve
 
 from deployments import ingress
 from deployments.args import AppArgs
+from deployments.dispatch.text_generation import TextGeneration, answer_rules, left_open
 from deployments.http.app import create_app
 from deployments.http.config import HttpConfig
-from deployments.http_figures import HttpFigures
-from deployments.in_flight import InFlight
-from deployments.ingress import Ingress, TextGeneration, answer_rules, engine_node_ids, left_open
-from deployments.protocol import ChatRequest, EngineAnswer, Route, SpecPrefillReport, TextDelta, Tool
-from deployments.timeline import Timelines
+from deployments.http.figures import HttpFigures
+from deployments.http.generation import TextDelta
+from deployments.http.in_flight import InFlight
+from deployments.http.timeline import Timelines
+from deployments.ingress import Ingress, engine_node_ids
+from deployments.requests import ChatRequest, EngineAnswer, Route, SpecPrefillReport, Tool
 from engine.processing.answer_parser import AnswerRules
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer import ChatTokenizer
@@ -103,10 +105,27 @@ def test_tokens_become_text_and_are_counted(reason: FinishReason):
 
 def test_markup_in_the_answer_to_a_raw_prompt_stays_text():
     text = "<think>\nHm.\n</think>\n\nYes <tool_call>"
-    rules = answer_rules(ChatRequest("r", (), raw_prompt="x"), TOKENIZER)
+    rules = answer_rules(ChatRequest("r", (), raw_prompt="x"), TOKENIZER, None)
     assert text_of(deltas(FakeStream(chunks_of(text)), rules=rules)) == text
-    rendered = answer_rules(ChatRequest("r", ({"role": "user", "content": "x"},)), TOKENIZER)
+    rendered = answer_rules(ChatRequest("r", ({"role": "user", "content": "x"},)), TOKENIZER, None)
     assert text_of(deltas(FakeStream(chunks_of(text)), rules=rendered)) == "Yes <tool_call>"
+
+
+@pytest.mark.parametrize("field", ["tools", "response_format"])
+def test_arguments_of_enforced_calls_come_in_parts_of_one_id_and_name(field: str):
+    one = "<tool_call>\n<function=f>\n<parameter=s>\none two three\n</parameter>\n</function>\n</tool_call>"
+    tool = Tool("f", None, {"type": "object", "properties": {"s": {"type": "string"}}})
+    request = ChatRequest("r", ({"role": "user", "content": "x"},), tools=(tool,))
+    rules = answer_rules(request, TOKENIZER, GrammarSpec("lark", "", field))
+    got = deltas(FakeStream(chunks_of(f"{one}\n{one}")), rules=rules)
+    parts = [call for delta in got for call in delta.tool_calls]
+    assert (len(parts) > 6) == (field == "tools") and {part.name for part in parts} == {"f"}
+    for id in dict.fromkeys(part.id for part in parts):
+        own = [part for part in parts if part.id == id]
+        assert "".join(part.arguments for part in own) == '{"s": "one two three"}'
+        assert [part.is_first for part in own] == [True] + [False] * (len(own) - 1)
+        assert [part.is_last for part in own] == [False] * (len(own) - 1) + [True]
+    assert len({part.id for part in parts}) == 2 and got[-1].finish_reason == "tool_calls"
 
 
 def test_a_stop_string_ends_the_engines_stream_at_once():

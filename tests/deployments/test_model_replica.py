@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from deployments import model_replica
-from deployments.engine_stream import SILENCE_LIMIT_S
+from deployments.dispatch.engine_stream import SILENCE_LIMIT_S
 from deployments.model_replica import ModelReplica
-from deployments.planning import PromptPlanner
-from deployments.protocol import ChatRequest, EngineAnswer
+from deployments.planners.prompt_planner import PromptPlanner
+from deployments.requests import ChatRequest, EngineAnswer
 from engine import async_engine
 from engine.config import EngineConfig
 from engine.protocol import (

@@ -1,7 +1,10 @@
 """Each function of ray_internals against Ray's own classes: a Ray that does it in another way is found out here."""
 
 import asyncio
+import re
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -15,10 +18,10 @@ from ray.serve._private.replica import SERVE_BUILD_ASGI_APP_METHOD
 from ray.serve.handle import DeploymentResponseGenerator
 
 from deployments import ray_internals
+from deployments.calls.router import NodeRouter
 from deployments.ingress import Ingress
 from deployments.ray_internals import (
-    REQUIRED,
-    RayInternal,
+    RAY_VERSION,
     RunningNode,
     answer_of,
     cancel_call,
@@ -27,10 +30,10 @@ from deployments.ray_internals import (
     replica_calls,
     running_nodes,
 )
-from deployments.routing import NodeRouter
 from engine.protocol import EngineFailed
+from tests.deployments.calls.test_router import DEPLOYMENT, FakeReplica, make_router
 from tests.deployments.fake_handle import FakeCall, FakeHandle
-from tests.deployments.test_routing import DEPLOYMENT, FakeReplica, make_router
+from tests.deployments.ray_names import REQUIRED, RayInternal
 
 METADATA = RequestMetadata(request_id="r", internal_request_id="i", is_streaming=True)
 
@@ -153,25 +156,29 @@ def test_the_ingress_builds_its_app_where_ray_looks_for_it():
     assert hasattr(Ingress.func_or_class, SERVE_BUILD_ASGI_APP_METHOD)
 
 
-def test_installed_ray_has_all_required_attributes():
-    check_ray()
+@pytest.mark.parametrize("need", REQUIRED, ids=str)
+def test_ray_has_each_required_name(need: RayInternal):
+    assert need.is_there
 
 
-def test_ray_without_required_attributes_is_refused_with_its_version_and_their_names():
+def test_a_missing_a_renamed_and_a_moved_name_are_noticed():
     def changed(self: Any) -> None:
         """A method of Ray that no longer uses the names that it did."""
 
-    required = (
-        *REQUIRED,
-        RayInternal(FakeReplica, "_gone"),
-        RayInternal(changed, "_renamed"),
-        RayInternal(ray_internals, "_moved"),
-    )
-    with pytest.raises(EngineFailed) as error:
-        check_ray(required)
-    message = error.value.message
-    assert f"Ray {ray_internals.ray.__version__}" in message and f"3 of the {len(required)}" in message
-    assert all(name in message for name in ("FakeReplica: _gone", "changed: _renamed", "ray_internals: _moved"))
+    gone = RayInternal(FakeReplica, "_gone"), RayInternal(changed, "_renamed"), RayInternal(ray_internals, "_moved")
+    assert not any(need.is_there for need in gone)
+
+
+def test_another_version_of_ray_is_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch):
+    check_ray()
+    monkeypatch.setattr(ray_internals.ray, "__version__", "2.61.0")
+    with pytest.raises(EngineFailed, match=rf"Ray {re.escape(RAY_VERSION)}, and this is Ray 2\.61\.0"):
+        check_ray()
+
+
+def test_the_supported_version_of_ray_is_the_one_that_is_installed_with_orchard():
+    pyproject = tomllib.loads((Path(ray_internals.__file__).parents[1] / "pyproject.toml").read_text())
+    assert f"ray[serve]=={RAY_VERSION}" in pyproject["project"]["dependencies"]
 
 
 def test_requests_and_stop_flag_are_read_from_the_replica_object_of_ray(monkeypatch: pytest.MonkeyPatch):

@@ -77,7 +77,7 @@ def test_a_stream_is_cancelled_by_the_id_of_its_completion(http: httpx.Client, i
     assert wait_until_idle(http, SOON_S)["num_aborted"] == idle["num_aborted"] + 1
 
 
-@pytest.mark.night("choices end with their request in deployments/test_in_flight.py")
+@pytest.mark.night("choices end with their request in deployments/http/test_in_flight.py")
 def test_answer_of_several_choices_is_cancelled_by_the_request_id_of_its_client(
     http: httpx.Client, pool: ThreadPoolExecutor, idle: dict[str, Any]
 ):
@@ -116,7 +116,7 @@ def test_queued_request_is_cancelled_and_the_running_request_goes_on(http: httpx
 
 
 @pytest.mark.usefixtures("idle")
-@pytest.mark.night("deployments/test_in_flight.py cancels all of an id")
+@pytest.mark.night("deployments/http/test_in_flight.py cancels all of an id")
 def test_all_requests_with_the_same_id_are_cancelled(http: httpx.Client, pool: ThreadPoolExecutor):
     answers = [send(pool, http, "twice") for _ in range(2)]
     until(http, lambda status: status["num_running"] == 2)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.node_metrics import SHARED_S
+from deployments.status.node_replicas import SHARED_S
 from tests.e2e.pictures import about, image_part, shape
 from tests.e2e.test_serving import wait_until_idle
 

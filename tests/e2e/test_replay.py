@@ -113,7 +113,9 @@ def replay(http: httpx.Client) -> Iterator[Replay]:
     thinking = {"thinking": {"type": "adaptive"}, "messages": [{"role": "user", "content": "Hello!"}]}
     message = http.post("/v1/messages", json={"model": "demo", "max_tokens": 50, **thinking}).raise_for_status().json()
     reasoning = {"reasoning": {"effort": "low"}, "include": ["reasoning.encrypted_content"]}
-    response = http.post("/v1/responses", json={"model": "demo", "input": "Hello!", **reasoning}).raise_for_status()
+    response = http.post(
+        "/v1/responses", json={"model": "demo", "input": "Hello!", "store": True, **reasoning}
+    ).raise_for_status()
     sealed = next(item["encrypted_content"] for item in response.json()["output"] if item["type"] == "reasoning")
     yield Replay(http, message["content"][0]["signature"], sealed, response.json()["id"])
 

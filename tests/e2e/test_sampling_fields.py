@@ -155,7 +155,7 @@ def test_each_choice_ends_at_its_own_stop_string(client: openai.OpenAI):
     assert all(choice.finish_reason == "stop" for choice, text in zip(stopped, free, strict=True) if "a" in text)
 
 
-@pytest.mark.night("deployments/test_in_flight.py refuses them")
+@pytest.mark.night("deployments/http/test_in_flight.py refuses them")
 def test_more_choices_than_max_running_are_refused(client: openai.OpenAI):
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, SUM, n=128, max_tokens=1)

@@ -19,7 +19,7 @@ from tests.demo_model.world.draws import Draws
 from tests.e2e.server import ServeRun
 
 pytestmark = pytest.mark.server
-planned_alike = pytest.mark.night("tests/deployments/test_sparse_planner.py decides the same without a server")
+planned_alike = pytest.mark.night("tests/deployments/planners/test_sparse_planner.py decides the same without a server")
 
 VERY_LONG = 10_000
 """Tokens; the draft reads them for seconds."""

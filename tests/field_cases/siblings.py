@@ -62,10 +62,10 @@ def calls(response: httpx.Response) -> list[dict[str, Any]]:
 def streams_input(response: httpx.Response) -> bool:
     """Tell whether the text of a custom tool's call is streamed as its item has it."""
     [call] = calls(response)
-    named = {event["type"]: event for event in events(response)}
-    delta = named["response.custom_tool_call_input.delta"]["delta"]
-    done = named["response.custom_tool_call_input.done"]["input"]
-    return delta == done == call["input"] and PATCHED.fullmatch(done) is not None
+    sent = events(response)
+    deltas = [event["delta"] for event in sent if event["type"] == "response.custom_tool_call_input.delta"]
+    [done] = [event["input"] for event in sent if event["type"] == "response.custom_tool_call_input.done"]
+    return "".join(deltas) == done == call["input"] and len(deltas) > 1 and PATCHED.fullmatch(done) is not None
 
 
 def ignores(*names: str) -> Callable[[httpx.Response], bool]:
@@ -95,9 +95,9 @@ def written(response: httpx.Response) -> str:
     is_stream = response.headers["content-type"].startswith("text/event-stream")
     sent = [event["choices"][0]["delta"] for event in events(response) if event["choices"]] if is_stream else []
     messages = sent or [response.json()["choices"][0]["message"]]
-    [call] = [call for message in messages for call in message.get("tool_calls") or ()]
-    assert call["type"] == "custom"
-    return call["custom"]["input"]
+    first, *more = [call for message in messages for call in message.get("tool_calls") or ()]
+    assert first["type"] == "custom" and bool(more) == is_stream
+    return "".join(call["custom"]["input"] for call in (first, *more))
 
 
 SIBLINGS = [

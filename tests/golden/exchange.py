@@ -10,9 +10,9 @@ MAX_BODY_CHARS = 8000
 
 _HEX = re.compile(r"(?<![0-9a-zA-Z])[0-9a-f]{24,64}(?![0-9a-zA-Z])|(?<=_)[0-9a-f]{24,64}(?![0-9a-zA-Z])")
 _TIME = re.compile(r'("(?:created|created_at|completed_at)": ?)\d{10}\b')
-_DATE = re.compile(r"\b20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ")
+_DATE = re.compile(r"\b20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?Z")
 _SEALED = re.compile(r'("(?:signature|encrypted_content)": ?")[\w+/=-]{40,}(?=")')
-_FIGURE = re.compile(r'("(?:\w+_ms|logprob)": ?)-?[\d.]+(?:e-?\d+)?')
+_FIGURE = re.compile(r'("(?:\w+_ms|\w+_duration|logprob)": ?)-?[\d.]+(?:e-?\d+)?')
 _DURATION = re.compile(r"dur=[\d.]+")
 _FRACTION = re.compile(r"-?\d+\.\d{5,}(?:e-?\d+)?")
 

@@ -7,8 +7,8 @@ import httpx
 import pytest
 import yaml
 
-from deployments import planning
 from deployments.args import AppArgs
+from deployments.planners import prompt_planner
 from tests.deployments.faulty_graph import Graph
 from tests.e2e.hostile.attack import Outcome, attack
 from tests.e2e.hostile.rows import Row
@@ -30,7 +30,7 @@ def send(rows: Sequence[Row]) -> dict[str, Outcome]:
 
     async def go() -> dict[str, Outcome]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(planning.secrets, "randbits", lambda num_bits: 7)
+            patch.setattr(prompt_planner.secrets, "randbits", lambda num_bits: 7)
             graph = Graph(args(), patch)
             await graph.start()
             try:

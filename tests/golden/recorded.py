@@ -12,8 +12,9 @@ import httpx
 
 from deployments.http.app import create_app
 from deployments.http.config import HttpConfig
-from deployments.protocol import ChatRequest, Route, TextDelta, ToolCall
-from tests.deployments.http.conftest import FakeBackend, FakeGeneration
+from deployments.http.generation import TextDelta, ToolCall
+from deployments.requests import ChatRequest, Route
+from tests.deployments.http.conftest import FakeBackend, FakeGeneration, parts_of
 from tests.e2e.clients.captured import Captured, Filling, fill
 from tests.e2e.pictures import image_part, shape
 
@@ -34,7 +35,7 @@ def script(request: ChatRequest) -> list[TextDelta]:
         if request.tools:
             arguments = json.dumps({"path": "a.txt", "text": 'say "hi"\n'})
             call = ToolCall(f"call_{i:024x}", request.tools[0].name, arguments)
-            deltas.append(TextDelta("", 9, index=i, tool_calls=(call,)))
+            deltas += [TextDelta("", 3, index=i, tool_calls=(part,)) for part in parts_of(call, 5, 20)]
         deltas.append(TextDelta("", 1, "tool_calls" if request.tools else "stop", index=i))
     return deltas
 
@@ -62,7 +63,9 @@ async def _of_this_server(http: httpx.AsyncClient) -> tuple[str, str, str]:
     thinking = {"thinking": {"type": "adaptive"}, "messages": HELLO}
     message = (await http.post("/v1/messages", json={"model": "demo", "max_tokens": 50, **thinking})).json()
     reasoning = {"reasoning": {"effort": "low"}, "include": ["reasoning.encrypted_content"]}
-    response = (await http.post("/v1/responses", json={"model": "demo", "input": "Hello!", **reasoning})).json()
+    response = (
+        await http.post("/v1/responses", json={"model": "demo", "input": "Hello!", "store": True, **reasoning})
+    ).json()
     sealed = next(item["encrypted_content"] for item in response["output"] if item["type"] == "reasoning")
     return message["content"][0]["signature"], sealed, response["id"]
 

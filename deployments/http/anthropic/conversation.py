@@ -24,7 +24,7 @@ from deployments.http.anthropic.block_wire import (
     UserMessage,
 )
 from deployments.http.anthropic.signature import omitted_thought
-from deployments.protocol import Tool
+from deployments.requests import Tool
 from engine.processing.message import Message, Part, image_part, text_part
 
 ERROR_MARK = "[error] "

@@ -2,13 +2,17 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
+from pydantic_core import from_json
+
 from deployments.http.answer import Answer, prompt_details
+from deployments.http.anthropic.error_form import error_event
 from deployments.http.anthropic.messages_wire import MessagesEcho
 from deployments.http.anthropic.signature import signature_of
 from deployments.http.errors import Failure
-from deployments.protocol import Generation, TextDelta, ToolCall
+from deployments.http.generation import Generation, TextDelta, ToolCall
 
 Block = dict[str, Any]
 
@@ -44,7 +48,7 @@ class MessagesEncoder:
         return b"".join([*self._close(), _event(end), _event({"type": "message_stop"})])
 
     def failed(self, failure: Failure) -> bytes:
-        return b"event: error\ndata: " + failure.anthropic_event_body(self._request_id) + b"\n\n"
+        return error_event(failure, self._request_id)
 
     def body(self, answer: Answer) -> dict[str, Any]:
         blocks: list[Block] = []
@@ -60,10 +64,13 @@ class MessagesEncoder:
 
     def _events(self, kind: str, value: Any) -> Iterator[bytes]:
         if kind == "tool_use":
-            yield from self._close()
-            yield self._start(kind, {**_tool_use(value), "input": {}})
-            yield self._delta({"type": "input_json_delta", "partial_json": value.arguments})
-            yield from self._close()
+            if value.is_first:
+                yield from self._close()
+                yield self._start(kind, {**_tool_use(value), "input": {}})
+            if value.arguments:
+                yield self._delta({"type": "input_json_delta", "partial_json": value.arguments})
+            if value.is_last:
+                yield from self._close()
             return
         if self._open != kind:
             yield from self._close()
@@ -95,6 +102,8 @@ class MessagesEncoder:
         self._index += 1
 
     def _finished(self, block: Block) -> Block:
+        if block["type"] == "tool_use":
+            return {**block, "input": _input_of(block["input"])}
         if block["type"] != "thinking":
             return block
         omits = self._echo.omits_thinking
@@ -120,11 +129,23 @@ def _pieces(delta: TextDelta) -> Iterator[tuple[str, Any]]:
 
 def _add(blocks: list[Block], kind: str, value: Any) -> None:
     if kind == "tool_use":
-        blocks.append({**_tool_use(value), "input": json.loads(value.arguments)})
+        if value.is_first:
+            blocks.append({**_tool_use(value), "input": ""})
+        blocks[-1]["input"] += value.arguments
         return
     if not blocks or blocks[-1]["type"] != kind:
         blocks.append(dict(_EMPTY[kind]))
     blocks[-1][kind] += value
+
+
+def _input_of(arguments: str) -> Any:
+    """Return the object of a call's arguments; those that the end of the answer cut off as far as they can be read."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        with suppress(ValueError):  # unpaired surrogates, which this reader refuses
+            return from_json(arguments, allow_partial="trailing-strings")
+        return {}
 
 
 def _tool_use(call: ToolCall) -> Block:

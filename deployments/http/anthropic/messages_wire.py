@@ -42,7 +42,7 @@ from deployments.http.wire import (
     choose,
     tag,
 )
-from deployments.protocol import ChatRequest, Message, Thinking, Tool, ToolChoice
+from deployments.requests import ChatRequest, Message, Thinking, Tool, ToolChoice
 from engine.protocol import GrammarSpec, InvalidRequest
 
 MAX_NAMED = 16

@@ -16,7 +16,7 @@ class ThreadsUnsupported(Refusal):
     """The request asks for a conversation stored on the server. On this error code SDKs continue without it."""
 
     status, code = 400, "thread_unsupported_request"
-    details: ClassVar[Mapping[str, Any] | None] = {"error_code": code, "unsupported": ["threads"]}
+    details: ClassVar[Mapping[str, Any]] = {"error_code": code, "unsupported": ["threads"]}
 
     def __init__(self) -> None:
         super().__init__(field="thread")

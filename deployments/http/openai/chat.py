@@ -1,17 +1,18 @@
 """POST /v1/chat/completions, and its cancellation."""
 
 import time
-from dataclasses import replace
+from typing import Any
 
-from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from deployments.http.answer_response import AnswerResponse, Job
+from deployments.http.answer_response import AnswerResponse
+from deployments.http.cancellation import cancel_operation
 from deployments.http.context import HttpContext
-from deployments.http.errors import RequestNotFound
+from deployments.http.job import Job
 from deployments.http.openai.chat_encoder import ChatEncoder
 from deployments.http.openai.chat_wire import ChatCompletionBody
+from deployments.http.operation import Operation
 from deployments.http.parsed_request import ParsedRequest
 
 PATH = "/v1/chat/completions"
@@ -23,34 +24,29 @@ EXAMPLE = {
 }
 
 
+def cancelled(id: str) -> dict[str, Any]:
+    """Return the body of the answer to a cancellation."""
+    return {"id": id, "object": "chat.completion.cancel", "cancelled": True}
+
+
 class ChatCompletions:
     """The endpoints /v1/chat/completions and /v1/chat/completions/{id}/cancel."""
 
     def __init__(self, context: HttpContext):
         self._context = context
 
-    def add_to(self, app: FastAPI) -> None:
-        guard, describe = self._context.errors.guard, self._context.api.describe
-        app.add_route(PATH, guard(self.create), ["POST"])
-        describe(PATH, "POST", ChatCompletionBody, "Answer a conversation.", EXAMPLE)
-        app.add_route(PATH + "/{id:path}/cancel", guard(self.cancel), ["POST"])
-        describe(PATH + "/{id}/cancel", "POST", None, "Cancel a completion by its id or X-Request-Id.")
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        summary = "Cancel a completion by its id or X-Request-Id."
+        return (
+            Operation("POST", PATH, self.create, "Answer a conversation.", ChatCompletionBody, EXAMPLE),
+            cancel_operation(self._context, PATH, summary, cancelled),
+        )
 
     async def create(self, request: Request) -> Response:
-        return AnswerResponse(self._context, request.state.request_id, "chat", self._job)
+        return AnswerResponse(self._context, request.state.request_id, "chat", "chatcmpl-", self._job)
 
     async def _job(self, parsed: ParsedRequest) -> Job:
-        id = self._context.new_id("chatcmpl-")
-        chat = replace(parsed.request, request_id=id)
-        encoder = ChatEncoder(parsed.echo, id, self._context.backend.model_name, int(time.time()))
-        return Job(id, self._context.starting(chat, parsed.route), encoder, parsed.stream, chat.num_choices)
-
-    async def cancel(self, request: Request) -> Response:
-        """Cancel all requests with a completion id or X-Request-Id and free their rows.
-
-        Their clients receive status 499, or an error event in the stream.
-        """
-        request_id = request.path_params["id"]
-        if not await self._context.backend.cancel(request_id):
-            raise RequestNotFound(request_id)
-        return JSONResponse({"id": request_id, "object": "chat.completion.cancel", "cancelled": True})
+        chat = parsed.request
+        encoder = ChatEncoder(parsed.echo, chat.request_id, self._context.backend.model_name, int(time.time()))
+        return Job(self._context.starting(parsed), encoder, parsed.stream, chat.num_choices)

@@ -1,14 +1,15 @@
 """ChatEncoder: writes an answer as a chat completion, or as its chunks."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from deployments.http.answer import Answer, ChoiceAnswer, prompt_details
-from deployments.http.custom_tool import input_of
+from deployments.http.custom_tool import InputText, input_of
 from deployments.http.errors import Failure
-from deployments.protocol import Generation, TextDelta, TextLogprobs, ToolCall
+from deployments.http.generation import Generation, TextDelta, TextLogprobs, ToolCall
+from deployments.http.openai.error_form import error_event
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's value for a token of probability zero; JSON has no infinity."""
@@ -63,7 +64,7 @@ class ChatEncoder:
         return _event({**self._head, "choices": [], "usage": usage(answer)}) + end if self._echo.include_usage else end
 
     def failed(self, failure: Failure) -> bytes:
-        return b"data: " + failure.event_body() + b"\n\n"
+        return error_event(failure)
 
     def body(self, answer: Answer) -> dict[str, Any]:
         choices = [
@@ -90,6 +91,7 @@ class ChoiceEncoder:
         self._index = index
         self._echo = echo
         self._num_calls = 0
+        self._input = InputText()  # of the last call
         self.opening = self._chunk({"role": "assistant", "content": "", "refusal": None})
         self._before, self._after = self._chunk({"content": "\0"}).split(b'"\\u0000"')
 
@@ -105,12 +107,22 @@ class ChoiceEncoder:
         elif delta.text:
             chunks += self._chunk({"content": delta.text}, usage=usage)
         for call in delta.tool_calls:
-            body = {"index": self._num_calls, **tool_call_body(call, self._echo.customs)}
-            chunks += self._chunk({"tool_calls": [body]}, usage=usage)
-            self._num_calls += 1
+            for body in self._call(call):
+                chunks += self._chunk({"tool_calls": [body]}, usage=usage)
         if delta.finish_reason is not None:
             chunks += self._chunk({}, finish_reason=delta.finish_reason, usage=usage)
         return chunks
+
+    def _call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
+        """Yield the objects for a part of a call: first one with id and name, then those with more of its text."""
+        if call.is_first:
+            self._num_calls += 1
+            self._input = InputText()
+            yield {"index": self._num_calls - 1, **tool_call_body(call, self._echo.customs, "")}
+        is_custom = call.name in self._echo.customs
+        if text := self._input.push(call) if is_custom else call.arguments:
+            more = {"custom": {"input": text}} if is_custom else {"function": {"arguments": text}}
+            yield {"index": self._num_calls - 1, **more}
 
     def _chunk(
         self,
@@ -140,11 +152,17 @@ def usage(answer: Answer) -> dict[str, Any]:
     }
 
 
-def tool_call_body(call: ToolCall, customs: frozenset[str]) -> dict[str, Any]:
-    """Return the JSON object of a call of a function, or of one of the custom tools."""
+def tool_call_body(call: ToolCall, customs: frozenset[str], text: str) -> dict[str, Any]:
+    """Return the JSON object of a call of a function, or of one of the custom tools.
+
+    Args:
+        call: The call.
+        customs: Names of the custom tools.
+        text: The arguments of the function, or the input of the custom tool.
+    """
     if call.name in customs:
-        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": input_of(call.arguments)}}
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
 
 
 def logprobs_body(entries: Sequence[TextLogprobs]) -> dict[str, Any]:
@@ -168,7 +186,10 @@ def _message(choice: ChoiceAnswer, customs: frozenset[str]) -> dict[str, Any]:
         message["reasoning_content"] = choice.reasoning
     if choice.tool_calls:
         message["content"] = choice.text or None
-        message["tool_calls"] = [tool_call_body(call, customs) for call in choice.tool_calls]
+        message["tool_calls"] = [
+            tool_call_body(call, customs, input_of(call) if call.name in customs else call.arguments)
+            for call in choice.tool_calls
+        ]
     return message
 
 

@@ -49,7 +49,7 @@ from deployments.http.wire import (
     Wire,
     tag,
 )
-from deployments.protocol import ChatRequest, Thinking
+from deployments.requests import ChatRequest, Thinking
 from engine.config import MIN_KEEP
 from engine.protocol import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, InvalidRequest
 

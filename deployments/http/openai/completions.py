@@ -3,24 +3,32 @@
 import time
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from deployments.http.answer_response import AnswerResponse, Job
-from deployments.http.api_keys import KeyIdentity
+from deployments.http.answer_response import AnswerResponse
+from deployments.http.cancellation import cancel_operation
 from deployments.http.context import HttpContext
-from deployments.http.errors import RequestNotFound
+from deployments.http.generation import Generation
+from deployments.http.job import Job
 from deployments.http.openai.completions_encoder import CompletionsEcho, CompletionsEncoder
 from deployments.http.openai.completions_wire import CompletionsBody
 from deployments.http.openai.merged_generation import start_all
+from deployments.http.openai.prompt_only import PromptOnly
+from deployments.http.operation import Operation
 from deployments.http.parsed_request import ParsedRequest
-from deployments.http.request_reader import sketched
-from deployments.protocol import ChatRequest, Generation, Route
+from deployments.http.sketch import sketched
+from deployments.requests import ChatRequest, Route
 
 PATH = "/v1/completions"
 EXAMPLE = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 32, "temperature": 0.7}
+
+
+def cancelled(id: str) -> dict[str, Any]:
+    """Return the body of the answer to a cancellation."""
+    return {"id": id, "object": "text_completion.cancel", "cancelled": True}
 
 
 class Completions:
@@ -29,18 +37,19 @@ class Completions:
     def __init__(self, context: HttpContext):
         self._context = context
 
-    def add_to(self, app: FastAPI) -> None:
-        guard, describe = self._context.errors.guard, self._context.api.describe
-        app.add_route(PATH, guard(self.create), ["POST"])
-        describe(PATH, "POST", CompletionsBody, "Continue one or several raw prompts.", EXAMPLE)
-        app.add_route(PATH + "/{id:path}/cancel", guard(self.cancel), ["POST"])
-        describe(PATH + "/{id}/cancel", "POST", None, "Cancel a completion by its id or X-Request-Id.")
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        summary = "Cancel a completion by its id or X-Request-Id."
+        return (
+            Operation("POST", PATH, self.create, "Continue one or several raw prompts.", CompletionsBody, EXAMPLE),
+            cancel_operation(self._context, PATH, summary, cancelled),
+        )
 
     async def create(self, request: Request) -> Response:
-        return AnswerResponse(self._context, request.state.request_id, "completions", self._job)
+        return AnswerResponse(self._context, request.state.request_id, "completions", "cmpl-", self._job)
 
     async def _job(self, parsed: ParsedRequest) -> Job:
-        id = self._context.new_id("cmpl-")
+        id = parsed.request.request_id
         echo: CompletionsEcho = parsed.echo
         encoder = CompletionsEncoder(echo, id, self._context.backend.model_name, int(time.time()))
         requests = [
@@ -52,24 +61,18 @@ class Completions:
             for index, (prompt, field) in enumerate(zip(echo.prompts, echo.fields, strict=True))
         ]
         start = partial(self._start, requests=requests, encoder=encoder, echo=echo)
-        return Job(id, start, encoder, parsed.stream, echo.num_answers)
+        return Job(start, encoder, parsed.stream, echo.num_answers)
 
     async def _start(
-        self, key: KeyIdentity, requests: list[ChatRequest], encoder: CompletionsEncoder, echo: CompletionsEcho
+        self, requests: list[ChatRequest], encoder: CompletionsEncoder, echo: CompletionsEcho
     ) -> Generation:
         if echo.echo:
             encoder.prompt_texts = tuple([await self._text(request) for request in requests])
-        starts = [lambda request=request: self._context.start(key, request, Route.TEXT) for request in requests]
-        return await start_all(starts, echo.num_choices)
+        starts = [lambda request=request: self._context.start(request, Route.TEXT) for request in requests]
+        generation = await start_all(starts, echo.num_choices)
+        return generation if echo.has_answer else PromptOnly(generation)
 
     async def _text(self, request: ChatRequest) -> str:
         prompt = request.raw_prompt
         assert prompt is not None
         return prompt if isinstance(prompt, str) else await self._context.backend.text_of(prompt, request.prompt_field)
-
-    async def cancel(self, request: Request) -> Response:
-        """Cancel a completion, see ChatCompletions.cancel."""
-        request_id = request.path_params["id"]
-        if not await self._context.backend.cancel(request_id):
-            raise RequestNotFound(request_id)
-        return JSONResponse({"id": request_id, "object": "text_completion.cancel", "cancelled": True})

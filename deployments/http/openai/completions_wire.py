@@ -17,7 +17,7 @@ from deployments.http.openai.completions_encoder import CompletionsEcho
 from deployments.http.openai.raw_prompt_wire import RawPrompts, prompts_of
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.wire import INT32_MAX
-from deployments.protocol import ChatRequest, Route
+from deployments.requests import ChatRequest, Route
 from engine.protocol import InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16
@@ -53,14 +53,14 @@ FIELD_RULES = FieldRules(
         "logits_processors": "",
         "bad_words": "",
         "allowed_token_ids": "",
-        "prompt_logprobs": "",
+        "prompt_logprobs": "Send `echo`: true with `logprobs`.",
     },
     informational=chat_wire.FIELD_RULES.informational,
 )
 
 
 class CompletionsBody(GenerationBody):
-    """A completion of raw prompts. `max_tokens` defaults to 16; -1 means no limit."""
+    """A completion of raw prompts. `max_tokens` defaults to 16; -1 means no limit, and 0 with `echo` no answer."""
 
     prompt: RawPrompts
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -87,6 +87,7 @@ def parse_completions(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest
         num_choices=body.n or 1,
         echo=bool(body.echo),
         logprobs=body.logprobs,
+        has_answer=body.max_tokens != 0,
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
     )
@@ -95,14 +96,14 @@ def parse_completions(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest
 
 def _check(body: CompletionsBody) -> None:
     """Check the rules that involve several fields. Raises InvalidRequest."""
-    if body.max_tokens == 0:
-        raise InvalidRequest("`max_tokens` is 0: it must be at least 1, or -1 for no limit.", "max_tokens")
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest(
+            "`max_tokens` is 0: it must be at least 1, or -1 for no limit, unless `echo` is true.", "max_tokens"
+        )
+    if body.max_tokens == 0 and body.min_tokens:
+        raise InvalidRequest(f"`min_tokens` is {body.min_tokens}: with `max_tokens` 0 it must be 0.", "min_tokens")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequest(f"`best_of` is {body.best_of}: it must equal `n`, which is {body.n or 1}.", "best_of")
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequest(
-            "`echo` may not be true with `logprobs`: the logprobs of a prompt are not computed.", "echo"
-        )
 
 
 def _check_choices(num_prompts: int, num_choices: int) -> None:
@@ -116,7 +117,7 @@ def _check_choices(num_prompts: int, num_choices: int) -> None:
 
 def _request(body: CompletionsBody) -> ChatRequest:
     """Convert the body without its prompt; all fields mean the same as in a chat completion."""
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1  # none: see PromptOnly
     chat = ChatCompletionBody.model_construct(
         messages=[],
         max_tokens=None if max_tokens == -1 else max_tokens,
@@ -125,4 +126,6 @@ def _request(body: CompletionsBody) -> ChatRequest:
         **{name: getattr(body, name) for name in GenerationBody.model_fields},
     )
     chat_wire.check_together(chat)
-    return ChatRequest(request_id="", messages=(), **chat_wire.request_fields(chat))
+    prompt_logprobs = body.logprobs if body.echo else None
+    fields = chat_wire.request_fields(chat)
+    return ChatRequest(request_id="", messages=(), prompt_logprobs=prompt_logprobs, **fields)

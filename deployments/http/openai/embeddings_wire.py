@@ -8,7 +8,7 @@ from deployments.http.fields import FieldRules, validate_body
 from deployments.http.openai.raw_prompt_wire import RawPrompts, prompts_of
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.wire import INT32_MAX, MAX_USER_CHARS, Wire
-from deployments.protocol import ChatRequest, EmbedRequest, Route
+from deployments.requests import ChatRequest, EmbedRequest, Route
 
 FIELD_RULES = FieldRules(
     neutral={

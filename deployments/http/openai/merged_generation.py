@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from deployments.protocol import Generation, SpecPrefillReport, TextDelta
+from deployments.http.generation import Generation, TextDelta
+from deployments.requests import SpecPrefillReport
 
 Start = Callable[[], Awaitable[Generation]]
 
 
 class MergedGeneration:
-    """See protocol.Generation. Choice j of generation i becomes choice i * num_choices + j; token counts are sums.
+    """See http.generation. Choice j of generation i becomes choice i * num_choices + j; token counts are sums.
 
     Iterating raises the first error of any generation.
     """

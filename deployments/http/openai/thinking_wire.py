@@ -7,7 +7,7 @@ from pydantic import Field
 
 from deployments.http.effort import EFFORT_BUDGETS, template_level
 from deployments.http.wire import OpenWire
-from deployments.protocol import Thinking
+from deployments.requests import Thinking
 from engine.protocol import InvalidRequest
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -2,16 +2,15 @@
 
 from collections.abc import Awaitable, Callable
 
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.http.answer_response import AnswerResponse, Job
+from deployments.http.answer_response import AnswerResponse
 from deployments.http.context import HttpContext
+from deployments.http.job import PlainBody, PlainJob
 from deployments.http.openai.tokenization_wire import DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from deployments.http.operation import Operation
 from deployments.http.parsed_request import ParsedRequest
-from deployments.http.plain_answer import PlainBody, plain_job
-from deployments.http.request_reader import Dialect
 
 EXAMPLE = {"model": "demo", "messages": [{"role": "user", "content": "Hello!"}]}
 DETOKENIZE_EXAMPLE = {"model": "demo", "tokens": [72, 101, 108]}
@@ -23,15 +22,16 @@ class Tokenization:
     def __init__(self, context: HttpContext):
         self._context = context
 
-    def add_to(self, app: FastAPI) -> None:
-        guard, describe = self._context.errors.guard, self._context.api.describe
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        bodies, count, turn = TokenizeTextBody | TokenizeChatBody, self.tokenize, self.detokenize
+        found: list[Operation] = []
         for root in ("", "/v1"):
-            app.add_route(f"{root}/tokenize", guard(self.tokenize), ["POST"])
-            bodies = TokenizeTextBody | TokenizeChatBody
-            describe(f"{root}/tokenize", "POST", bodies, "Count and list the tokens of a prompt.", EXAMPLE)
-            app.add_route(f"{root}/detokenize", guard(self.detokenize), ["POST"])
+            summary = "Count and list the tokens of a prompt."
+            found.append(Operation("POST", f"{root}/tokenize", count, summary, bodies, EXAMPLE))
             summary = "Turn token ids into text."
-            describe(f"{root}/detokenize", "POST", DetokenizeBody, summary, DETOKENIZE_EXAMPLE)
+            found.append(Operation("POST", f"{root}/detokenize", turn, summary, DetokenizeBody, DETOKENIZE_EXAMPLE))
+        return tuple(found)
 
     async def tokenize(self, request: Request) -> Response:
         return self._answer(request, "tokenize", self._tokens)
@@ -39,13 +39,11 @@ class Tokenization:
     async def detokenize(self, request: Request) -> Response:
         return self._answer(request, "detokenize", self._text)
 
-    def _answer(
-        self, request: Request, dialect: Dialect, work: Callable[[ParsedRequest], Awaitable[PlainBody]]
-    ) -> Response:
-        async def make_job(parsed: ParsedRequest) -> Job:
-            return plain_job(self._context.new_id("tok-"), lambda key: work(parsed))
+    def _answer(self, request: Request, kind: str, work: Callable[[ParsedRequest], Awaitable[PlainBody]]) -> Response:
+        async def make_job(parsed: ParsedRequest) -> PlainJob:
+            return PlainJob(lambda: work(parsed))
 
-        return AnswerResponse(self._context, request.state.request_id, dialect, make_job)
+        return AnswerResponse(self._context, request.state.request_id, kind, "tok-", make_job)
 
     async def _tokens(self, parsed: ParsedRequest) -> PlainBody:
         backend = self._context.backend

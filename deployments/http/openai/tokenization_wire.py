@@ -12,7 +12,7 @@ from deployments.http.openai.raw_prompt_wire import MAX_PROMPT_TOKENS
 from deployments.http.openai.tool_wire import Tools
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.wire import MAX_MESSAGES, Wire
-from deployments.protocol import ChatRequest, Route
+from deployments.requests import ChatRequest, Route
 from engine.protocol import InvalidRequest
 
 

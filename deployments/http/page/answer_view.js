@@ -77,15 +77,16 @@ export class AnswerView {
 
   _drawCalls(isRunning) {
     const { calls } = this._answer;
-    if (this._calls.children.length === calls.length && this._callsDone === isRunning) return;
-    this._callsDone = isRunning;
+    const state = `${isRunning} ${calls.map((call) => call.arguments.length)}`;
+    if (this._callsDrawn === state) return;
+    this._callsDrawn = state;
     this._calls.replaceChildren(...calls.map((call) => this._callView(call, isRunning)));
   }
 
   _callView(call, isRunning) {
     const result = el("textarea", { rows: 2, "aria-label": `Result of ${call.name}` });
     const give = () => this._actions.returnResult(call, result.value);
-    const isOpen = !isRunning && this._actions.isLast();
+    const isOpen = !isRunning && this._actions.isLast() && this._answer.finish === "tool_calls";
     return el("div.call", {},
       el("p", {}, "The model calls ", el("code", {}, call.name)),
       el("pre", { tabIndex: 0 }, indented(call.arguments)),

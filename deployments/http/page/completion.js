@@ -44,8 +44,9 @@ function add(answer, { choices }) {
   const { delta, finish_reason: finish } = choices[0] ?? { delta: {} };
   answer.text += delta.content ?? "";
   answer.reasoning += delta.reasoning_content ?? "";
-  for (const { id, function: called } of delta.tool_calls ?? []) {
-    answer.calls.push({ id, name: called.name, arguments: called.arguments });
+  for (const { index, id, function: called } of delta.tool_calls ?? []) {
+    answer.calls[index] ??= { id, name: called.name, arguments: "" };
+    answer.calls[index].arguments += called.arguments;
   }
   if (finish) answer.finish = finish;
   return Boolean(delta.content || delta.reasoning_content || delta.tool_calls);

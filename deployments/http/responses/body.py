@@ -12,12 +12,13 @@ from deployments.http.grammar import schema_grammar
 from deployments.http.openai.grammar_wire import FORMAT_TAGS, JsonSchema, PlainFormat, format_tag
 from deployments.http.openai.thinking_wire import Effort, from_effort
 from deployments.http.parsed_request import ModelDefaults, ParsedRequest, ReadingRules
+from deployments.http.response_store import StoreResponses
 from deployments.http.responses.conversation import conversation
 from deployments.http.responses.encoder import ResponsesEcho
 from deployments.http.responses.items import Item, WireInput, added_tools, kept_items, left_out, references
 from deployments.http.responses.tools import OfferedTools, WireToolChoice, WireTools, offered_tools, tool_choice
 from deployments.http.wire import INT32_MAX, MAX_USER_CHARS, CacheSalt, Wire, choose, tag
-from deployments.protocol import ChatRequest, Route, Thinking
+from deployments.requests import ChatRequest, Route, Thinking
 from engine.protocol import GrammarSpec, InvalidRequest
 
 SEALED_REASONING = "reasoning.encrypted_content"
@@ -136,10 +137,10 @@ def parse_responses(raw: dict[str, Any], rules: ReadingRules) -> ParsedRequest:
     if _asks_for_all_thoughts(body) and KEEP_THOUGHTS in rules.model.template_variables:
         fields["template_kwargs"] = {KEEP_THOUGHTS: True}
     items = kept_items(body.input if body.input is not None else (), rules)
-    echo = _echo(body, raw, offered, items, rules.model)
+    echo = _echo(body, raw, offered, items, rules)
     messages, route = ((), Route.TEXT) if echo.is_open else conversation(items, body.instructions, rules)
     request = ChatRequest(request_id="", messages=messages, **fields)
-    ignored += (*_ignored_hints(body, rules.model), *offered.not_offered, *left_out(body.input))
+    ignored += (*_ignored_hints(body, rules), *offered.not_offered, *left_out(body.input))
     return ParsedRequest(request, route, bool(body.stream), echo, ignored)
 
 
@@ -147,12 +148,14 @@ def _asks_for_all_thoughts(body: ResponsesBody) -> bool:
     return body.reasoning is not None and body.reasoning.context == "all_turns"
 
 
-def _ignored_hints(body: ResponsesBody, model: ModelDefaults) -> tuple[str, ...]:
+def _ignored_hints(body: ResponsesBody, rules: ReadingRules) -> tuple[str, ...]:
     hints = []
     if body.text is not None and body.text.verbosity in ("low", "high"):
         hints.append("text.verbosity")
-    if _asks_for_all_thoughts(body) and KEEP_THOUGHTS not in model.template_variables:
+    if _asks_for_all_thoughts(body) and KEEP_THOUGHTS not in rules.model.template_variables:
         hints.append("reasoning.context")
+    if body.store and rules.store_responses == "off":
+        hints.append("store")
     return tuple(hints)
 
 
@@ -204,13 +207,13 @@ def _thinking(reasoning: ReasoningConfig | None) -> Thinking | None:
 
 
 def _echo(
-    body: ResponsesBody, raw: dict[str, Any], offered: OfferedTools, items: Sequence[Item], model: ModelDefaults
+    body: ResponsesBody, raw: dict[str, Any], offered: OfferedTools, items: Sequence[Item], rules: ReadingRules
 ) -> ResponsesEcho:
-    stores = body.store is not False
+    stores = _stores(body, rules.store_responses)
     referenced = tuple(id for _, id in references(items))
     is_open = bool(referenced) or body.previous_response_id is not None
     return ResponsesEcho(
-        settings=_settings(body, raw, model),
+        settings=_settings(body, raw, rules.model, stores),
         instructions=body.instructions,
         items=json.dumps(items, ensure_ascii=False, separators=(",", ":")).encode() if stores or is_open else b"[]",
         previous_response_id=body.previous_response_id,
@@ -223,7 +226,14 @@ def _echo(
     )
 
 
-def _settings(body: ResponsesBody, raw: dict[str, Any], model: ModelDefaults) -> dict[str, Any]:
+def _stores(body: ResponsesBody, policy: StoreResponses) -> bool:
+    """Return whether the response is stored; a request that says nothing continues as its conversation began."""
+    if policy == "off" or body.store is not None:
+        return policy != "off" and body.store is True
+    return policy == "all" or body.previous_response_id is not None
+
+
+def _settings(body: ResponsesBody, raw: dict[str, Any], model: ModelDefaults, stores: bool) -> dict[str, Any]:
     """Return the settings of the request that the response repeats."""
     return {
         "frequency_penalty": 0.0,
@@ -239,7 +249,7 @@ def _settings(body: ResponsesBody, raw: dict[str, Any], model: ModelDefaults) ->
         "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": body.summary},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
-        "store": body.store is not False,
+        "store": stores,
         "temperature": model.temperature if body.temperature is None else body.temperature,
         "text": {
             "format": (raw.get("text") or {}).get("format") or {"type": "text"},

@@ -9,7 +9,7 @@ from deployments.http.normalize import normalize
 from deployments.http.parsed_request import ReadingRules
 from deployments.http.responses.items import Item
 from deployments.http.responses.tools import full_name
-from deployments.protocol import Route
+from deployments.requests import Route
 from engine.processing.message import Message, Part, image_part, text_part
 from engine.protocol import InvalidRequest
 

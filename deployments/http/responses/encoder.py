@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from deployments.http.answer import Answer, prompt_details
-from deployments.http.custom_tool import input_of
+from deployments.http.custom_tool import InputText
 from deployments.http.errors import CLIENT_LEFT, Failure
+from deployments.http.generation import Generation, TextDelta, ToolCall
 from deployments.http.responses.items import Item, output_id
 from deployments.http.responses.sealed import seal
-from deployments.protocol import Generation, TextDelta, ToolCall
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,45 @@ class TextItem:
         return item
 
 
+class CallItem:
+    """A call in progress."""
+
+    def __init__(
+        self, kind: CallKind, id: str, index: int, call_id: str, named: tuple[str | None, str], events: Events
+    ):
+        self.kind = kind
+        self._index = index
+        self._events = events
+        namespace, self._name = named
+        self._more = {} if namespace is None else {"namespace": namespace}
+        self._head = {"id": id, "type": kind.item_type}
+        self._call_id = call_id
+        self._place = {"item_id": id, "output_index": index}
+        self._input = InputText()
+        self._pieces: list[str] = []
+
+    def opening(self) -> bytes:
+        return self._events.write("response.output_item.added", output_index=self._index, item=self.item("in_progress"))
+
+    def push(self, part: ToolCall) -> bytes:
+        """Return the events of a part of the call."""
+        text = self._input.push(part) if self.kind is CUSTOM_CALL else part.arguments
+        self._pieces.append(text)
+        return self._events.write(f"{self.kind.text_events}.delta", **self._place, delta=text) if text else b""
+
+    def closing(self, item: Item) -> bytes:
+        named = {"name": self._name} if self.kind is FUNCTION_CALL else {}
+        text = {self.kind.text_field: item[self.kind.text_field]}
+        return self._events.write(f"{self.kind.text_events}.done", **self._place, **named, **text) + self._events.write(
+            "response.output_item.done", output_index=self._index, item=item
+        )
+
+    def item(self, status: str) -> Item:
+        """Return the item with the text so far."""
+        text = {self.kind.text_field: "".join(self._pieces)}
+        return {**self._head, "status": status, "call_id": self._call_id, "name": self._name, **text, **self._more}
+
+
 class ResponsesEncoder:
     """See AnswerEncoder. Text after a call starts a new message.
 
@@ -175,7 +214,7 @@ class ResponsesEncoder:
         self._namespaces = {full: (namespace, name) for full, namespace, name in echo.namespaces}
         self._events = Events()
         self._output: list[Item] = []
-        self._open: TextItem | None = None
+        self._open: TextItem | CallItem | None = None
         self._has_answer = False
         self._is_opened = False
 
@@ -240,14 +279,15 @@ class ResponsesEncoder:
 
     def _text(self, kind: TextKind, text: str) -> bytes:
         events = b""
-        if self._open is None or self._open.kind is not kind:
+        item = self._open
+        if not isinstance(item, TextItem) or item.kind is not kind:
             events += self._close("completed")
             index = len(self._output)
             seals = self._echo.seals_reasoning and kind is not MESSAGE
-            self._open = TextItem(kind, output_id(kind.item_type, self._id, index), index, seals, self._events)
-            self._has_answer = self._has_answer or kind is MESSAGE
-            events += self._open.opening()
-        return events + self._open.delta(text) if text else events
+            item = TextItem(kind, output_id(kind.item_type, self._id, index), index, seals, self._events)
+            self._open, self._has_answer = item, self._has_answer or kind is MESSAGE
+            events += item.opening()
+        return events + item.delta(text) if text else events
 
     def _close(self, status: str) -> bytes:
         if self._open is None:
@@ -258,28 +298,19 @@ class ResponsesEncoder:
         self._open = None
         return events
 
-    def _call(self, call: ToolCall) -> bytes:
-        """Return all events of a call, which is always complete."""
-        events, write, index = self._close("completed"), self._events.write, len(self._output)
-        namespace, name = self._namespaces.get(call.name, (None, call.name))
-        kind = CUSTOM_CALL if call.name in self._echo.customs else FUNCTION_CALL
-        text = input_of(call.arguments) if kind is CUSTOM_CALL else call.arguments
-        id = output_id(kind.item_type, self._id, index)
-        item: Item = {"id": id, "type": kind.item_type, "status": "completed", "call_id": call.id, "name": name}
-        item |= {kind.text_field: text, **({} if namespace is None else {"namespace": namespace})}
-        self._output.append(item)
-        self._has_answer = True
-        place = {"item_id": id, "output_index": index}
-        begun = {**item, "status": "in_progress", kind.text_field: ""}
-        named = {"name": name} if kind is FUNCTION_CALL else {}
-        return events + b"".join(
-            [
-                write("response.output_item.added", output_index=index, item=begun),
-                write(f"{kind.text_events}.delta", **place, delta=text),
-                write(f"{kind.text_events}.done", **place, **named, **{kind.text_field: text}),
-                write("response.output_item.done", output_index=index, item=item),
-            ]
-        )
+    def _call(self, part: ToolCall) -> bytes:
+        events = b""
+        if part.is_first:
+            events += self._close("completed")
+            kind, index = CUSTOM_CALL if part.name in self._echo.customs else FUNCTION_CALL, len(self._output)
+            named = self._namespaces.get(part.name, (None, part.name))
+            id = output_id(kind.item_type, self._id, index)
+            self._open = CallItem(kind, id, index, part.id, named, self._events)
+            self._has_answer = True
+            events += self._open.opening()
+        assert isinstance(self._open, CallItem)
+        events += self._open.push(part)
+        return events + self._close("completed") if part.is_last else events
 
 
 def usage(answer: Answer) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """POST /v1/responses, and the routes of stored responses: get, delete, cancel, list input items.
 
-Responses are stored in the memory of the node that generated them; other nodes answer 404. With several nodes, a load
-balancer must therefore route requests by session, for example by `x-session-id`, which this module does not read.
+A response is stored in the memory of the ingress that answered its request. The others ask that one, so that a client
+may send each request to another node.
 """
 
 import asyncio
@@ -12,29 +12,30 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.http.answer_response import AnswerResponse, Job
+from deployments.http.answer_response import AnswerResponse
 from deployments.http.api_keys import KeyIdentity
 from deployments.http.context import HttpContext
 from deployments.http.errors import shown
+from deployments.http.job import Job
+from deployments.http.operation import Operation
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
-from deployments.http.request_reader import sketched
-from deployments.http.responses.body import ResponsesBody
-from deployments.http.responses.conversation import conversation
-from deployments.http.responses.encoder import ResponsesEcho, ResponsesEncoder
-from deployments.http.responses.items import Item, references, response_id_of
-from deployments.http.responses.store import (
+from deployments.http.response_store import (
     PreviousResponseNotFound,
     ResponseNotFound,
-    ResponseStore,
     StoredResponse,
     Turn,
 )
-from deployments.protocol import ChatRequest, Route
+from deployments.http.responses.body import ResponsesBody
+from deployments.http.responses.conversation import conversation
+from deployments.http.responses.encoder import ResponsesEcho, ResponsesEncoder
+from deployments.http.responses.items import Item, listed_items, references, response_id_of
+from deployments.http.shared_responses import RunningResponse
+from deployments.http.sketch import sketched
+from deployments.requests import ChatRequest, Route
 from engine.protocol import InvalidRequest
 
 MAX_INLINE_BYTES = 64 * 2**10
@@ -52,90 +53,77 @@ DEFAULT_PAGE = 20
 
 
 class Responses:
-    """The endpoints under /v1/responses, with the store of responses and the responses in progress on this node."""
+    """The endpoints under /v1/responses."""
 
     def __init__(self, context: HttpContext):
         self._context = context
-        config = context.config
-        self._store = ResponseStore(
-            config.stored_responses_max, config.stored_responses_mb * 2**20, config.stored_responses_ttl_s
-        )
-        self._running: dict[str, tuple[str, ResponsesEncoder]] = {}
-        """Id of each response in progress on this node to its owner and encoder."""
+        self._responses = context.responses
 
-    def add_to(self, app: FastAPI) -> None:
-        guard, describe = self._context.errors.guard, self._context.api.describe
-        app.add_route(PATH, guard(self.create), ["POST"])
-        describe(PATH, "POST", ResponsesBody, "Answer a conversation of items.", EXAMPLE)
-        app.add_route(PATH + "/{id}", guard(self.one), ["GET", "DELETE"])  # one route for a complete Allow header
-        describe(PATH + "/{id}", "GET", None, "Return a stored response.")
-        describe(PATH + "/{id}", "DELETE", None, "Delete a stored response.")
-        app.add_route(PATH + "/{id}/cancel", guard(self.cancel), ["POST"])
-        describe(PATH + "/{id}/cancel", "POST", None, "Cancel a response.")
-        app.add_route(PATH + "/{id}/input_items", guard(self.input_items), ["GET"])
-        describe(PATH + "/{id}/input_items", "GET", None, "List the input items of a stored response.")
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        one, items = PATH + "/{id}", PATH + "/{id}/input_items"
+        return (
+            Operation("POST", PATH, self.create, "Answer a conversation of items.", ResponsesBody, EXAMPLE),
+            Operation("GET", one, self.one, "Return a stored response."),
+            Operation("DELETE", one, self.one, "Delete a stored response."),
+            Operation("POST", one + "/cancel", self.cancel, "Cancel a response."),
+            Operation("GET", items, self.input_items, "List the input items of a stored response."),
+        )
 
     async def create(self, request: Request) -> Response:
         owner = _owner(request)
-        id = self._context.new_id(ID_PREFIX)
 
         async def make_job(parsed: ParsedRequest) -> Job:
             parsed, earlier = await self._joined(parsed, owner)
-            chat = replace(parsed.request, request_id=id)
-            encoder = self._encoder(owner, earlier, parsed.echo, id)
-            return Job(id, self._context.starting(chat, parsed.route), encoder, parsed.stream)
+            encoder = self._encoder(owner, earlier, parsed.echo, parsed.request.request_id)
+            return Job(self._context.starting(parsed), encoder, parsed.stream)
 
-        response = AnswerResponse(self._context, request.state.request_id, "responses", make_job)
-        return EndingResponse(response, lambda: self._running.pop(id, None))
+        response = AnswerResponse(self._context, request.state.request_id, "responses", ID_PREFIX, make_job)
+        return EndingResponse(response, lambda: self._responses.end(response.id))
 
     async def one(self, request: Request) -> Response:
         id, owner = request.path_params["id"], _owner(request)
         if request.method == "DELETE":
-            if not self._store.delete(owner, id):
+            if not await self._responses.delete(owner, id):
                 raise ResponseNotFound(id)
             return JSONResponse({"id": id, "object": "response", "deleted": True})
         if request.query_params.get("stream") == "true":
             raise InvalidRequest("`stream` is true: stored responses cannot be streamed.", "stream")
-        if (stored := self._store.get(owner, id)) is not None:
-            return Response(stored.turns[-1].body, media_type="application/json")
-        running_owner, encoder = self._running.get(id, (None, None))
-        if encoder is None or running_owner != owner or not encoder.is_stored:
-            raise ResponseNotFound(id)
-        return JSONResponse(encoder.response("in_progress"))
+        match await self._responses.find(owner, id):
+            case StoredResponse() as stored:
+                return Response(stored.body, media_type="application/json")
+            case RunningResponse(body, is_stored=True):
+                return JSONResponse(body)
+        raise ResponseNotFound(id)
 
     async def cancel(self, request: Request) -> Response:
         """Cancel a running response, whose client receives an error; return a complete one unchanged."""
         id, owner = request.path_params["id"], _owner(request)
-        if (stored := self._store.get(owner, id)) is not None:
-            return Response(stored.turns[-1].body, media_type="application/json")
-        running_owner, encoder = self._running.get(id, (owner, None))
-        if running_owner != owner or not id.startswith(ID_PREFIX) or not await self._context.backend.cancel(id):
-            raise ResponseNotFound(id)
-        if encoder is None:  # another node generates it
-            encoder = ResponsesEncoder(
-                ResponsesEcho(_NO_SETTINGS), id, self._context.backend.model_name, int(time.time())
-            )
-        return JSONResponse(encoder.response("cancelled"))
+        match await self._responses.find(owner, id):
+            case StoredResponse() as stored:
+                return Response(stored.body, media_type="application/json")
+            case RunningResponse() as running if await self._context.backend.cancel(id):
+                return JSONResponse(running.cancelled())
+        raise ResponseNotFound(id)
 
     async def input_items(self, request: Request) -> Response:
         """List the input items of the request itself, without those of previous responses."""
         id = request.path_params["id"]
-        if (stored := self._store.get(_owner(request), id)) is None:
+        if (stored := await self._responses.stored(_owner(request), id)) is None:
             raise ResponseNotFound(id)
-        return JSONResponse(_page(stored.input_items, request.query_params))
+        return JSONResponse(_page(_inputs(stored.turns[-1], id), request.query_params))
 
     def _encoder(self, owner: str, earlier: tuple[Turn, ...], echo: ResponsesEcho, id: str) -> ResponsesEncoder:
-        stores = echo.stores and self._store.is_enabled
-        if not stores:
-            echo = replace(echo, items=b"[]", settings={**echo.settings, "store": False})
+        if not echo.stores:
+            echo = replace(echo, items=b"[]")
 
         def keep(body: dict[str, Any]) -> None:
             turn = Turn(echo.items, json.dumps(body).encode())
-            self._store.add(StoredResponse(id, owner, (*earlier, turn)))
+            self._responses.store.add(StoredResponse(id, owner, (*earlier, turn)))
 
         created = int(time.time())
-        encoder = ResponsesEncoder(echo, id, self._context.backend.model_name, created, keep if stores else None)
-        self._running[id] = owner, encoder
+        encoder = ResponsesEncoder(echo, id, self._context.backend.model_name, created, keep if echo.stores else None)
+        self._responses.begin(owner, id, encoder)
         return encoder
 
     async def _joined(self, parsed: ParsedRequest, owner: str) -> tuple[ParsedRequest, tuple[Turn, ...]]:
@@ -145,10 +133,11 @@ class Responses:
             return parsed, ()
         earlier: tuple[Turn, ...] = ()
         if (id := echo.previous_response_id) is not None:
-            if (previous := self._store.get(owner, id)) is None:
+            if (previous := await self._responses.stored(owner, id)) is None:
                 raise PreviousResponseNotFound(id, "previous_response_id")
             earlier = previous.turns
-        referenced = {stored.id: stored.turns[-1] for stored in (self._holder(id, owner) for id in echo.references)}
+        holders = [await self._holder(id, owner) for id in echo.references]
+        referenced = {stored.id: stored.turns[-1] for stored in holders}
         num_bytes = len(echo.items) + sum(turn.num_bytes for turn in (*earlier, *referenced.values()))
         limit = self._context.config.max_body_bytes
         _check_size(num_bytes, limit)
@@ -157,10 +146,10 @@ class Responses:
         items, request, route = join() if is_small else await asyncio.to_thread(join)
         return replace(parsed, request=request, route=route, echo=replace(echo, items=items)), earlier
 
-    def _holder(self, id: str, owner: str) -> StoredResponse:
+    async def _holder(self, id: str, owner: str) -> StoredResponse:
         """Return the stored response that contains the item with this id. Raises ResponseNotFound."""
         response_id = response_id_of(id)
-        stored = None if response_id is None else self._store.get(owner, response_id)
+        stored = None if response_id is None else await self._responses.stored(owner, response_id)
         if stored is None:
             raise ResponseNotFound(id, "input")
         return stored
@@ -187,9 +176,6 @@ class EndingResponse(Response):
             self._then()
 
 
-_NO_SETTINGS: dict[str, Any] = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
-
-
 def _join(
     request: ChatRequest,
     echo: ResponsesEcho,
@@ -212,7 +198,7 @@ def _join(
         The new input items as JSON with references replaced, the request for the whole conversation, and its route.
     """
     items: list[Item] = json.loads(echo.items)
-    known = {item["id"]: item for id, turn in referenced.items() for item in turn.named_items(id)}
+    known = {item["id"]: item for id, turn in referenced.items() for item in (*_inputs(turn, id), *_outputs(turn))}
     sizes: dict[str, int] = {}
     num_bytes = 0
     for i, id in list(references(items)):
@@ -222,10 +208,19 @@ def _join(
         sizes[id] = sizes.get(id) or len(json.dumps(known[id]))
         num_bytes += sizes[id]
         _check_size(num_bytes, limit)
-    before = [item for turn in earlier for item in turn.all_items]
+    before = [item for turn in earlier for item in (*json.loads(turn.items), *_outputs(turn))]
     messages, route = conversation([*before, *items], echo.instructions, rules)
     joined = sketched(replace(request, messages=messages))
     return json.dumps(items, ensure_ascii=False).encode() if referenced else echo.items, joined, route
+
+
+def _inputs(turn: Turn, response_id: str) -> list[Item]:
+    """Return the input items of a turn with their ids, as clients list them."""
+    return listed_items(json.loads(turn.items), response_id)
+
+
+def _outputs(turn: Turn) -> list[Item]:
+    return json.loads(turn.body)["output"]
 
 
 def _check_size(num_bytes: int, limit: int) -> None:

@@ -11,7 +11,7 @@ from deployments.http.custom_tool import InputGrammar, TextFormat, custom_tool
 from deployments.http.errors import shown
 from deployments.http.openai.tool_wire import ToolName, check_choice, check_kind, choice_form
 from deployments.http.wire import MAX_TOOLS, OpenWire, choose, tag, tag_among
-from deployments.protocol import Tool, ToolChoice
+from deployments.requests import Tool, ToolChoice
 from engine.protocol import InvalidRequest
 
 

@@ -10,7 +10,6 @@ cores; nothing else may run beside it. The first run installs the peers from PyP
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,8 +20,8 @@ import httpx
 from tests.benchmarks.measure import ROOT, heading
 from tests.benchmarks.peers.arms import ARMS, CHECKPOINTS, Arm, Checkpoint
 from tests.benchmarks.peers.figures import load, markdown, plot, rows
+from tests.support.smollm2 import CACHE
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "orchard-peers"
 PORT = 8100
 
 

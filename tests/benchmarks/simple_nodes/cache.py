@@ -10,11 +10,11 @@ from tests.benchmarks.simple_nodes.loads import Turn
 
 @dataclass(slots=True, eq=False)
 class Boundary:
-    """A cached boundary, as KnownPrefixes reads a CacheEntry."""
+    """A cached boundary, as KnownPrefixes reads a SnapshotNode."""
 
     digest: str
     num_tokens: int
-    node: bool = True
+    snapshot: bool = True
     """It is in memory."""
 
 

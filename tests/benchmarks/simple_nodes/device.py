@@ -106,9 +106,7 @@ class Device:
         self._tokens_per_step = tokens_per_step(machine)
         prefills = SimpleNamespace(in_progress=self._prompts, images_s=lambda one: 0.0, drafts=drafts)
         self._view: Any = SimpleNamespace(prefills=prefills, queued=self._queue, budget=SimpleNamespace())
-        prefix: Any = SimpleNamespace(
-            boundary_digests=_boundary_digests, cache=SimpleNamespace(index=SimpleNamespace(get=self._cache.find))
-        )
+        prefix: Any = SimpleNamespace(boundary_digests=_boundary_digests, store=SimpleNamespace(get=self._cache.find))
         self._view.num_running = self._view.num_decoding = self._view.budget.reserved_bytes = 0
         self.recorder = LoadRecorder(clock, self._view, prefix, self._costs)
         self.quoter = Quoter(CONFIG, clock, self._costs, self._needs, self.recorder, True)

@@ -51,9 +51,9 @@ QUIET: dict[str, Callable[[Any], None]] = {
     "engine.core.timeline_recorder": _quiet_recorder,
     "engine.core.request_figures": _quiet_figures,
     "engine.histogram": _quiet_histogram,
-    "deployments.timeline": _quiet_timeline,
+    "deployments.http.timeline": _quiet_timeline,
     "deployments.http.answer_response": _quiet_line,
-    "deployments.ray_mirror": _quiet_mirror,
+    "deployments.status.ray_mirror": _quiet_mirror,
 }
 
 

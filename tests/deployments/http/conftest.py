@@ -3,6 +3,8 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -11,23 +13,17 @@ import pytest
 from fastapi import FastAPI
 
 from deployments.http.app import create_app
+from deployments.http.backend import HAND_OVER_S
 from deployments.http.config import HttpConfig
 from deployments.http.errors import NodeNotFound
-from deployments.http_figures import HttpFigures
-from deployments.in_flight import InFlight
+from deployments.http.figures import HttpFigures
+from deployments.http.generation import TextDelta, ToolCall
+from deployments.http.in_flight import InFlight
+from deployments.http.timeline import RequestTimeline, Timelines
 from deployments.metrics.catalog import METRICS
 from deployments.metrics.node_figures import IngressFigures, NodeFigures
 from deployments.metrics.text_format import text_of
-from deployments.protocol import (
-    HAND_OVER_S,
-    ChatRequest,
-    Embeddings,
-    EmbedRequest,
-    Route,
-    SpecPrefillReport,
-    TextDelta,
-)
-from deployments.timeline import RequestTimeline, Timelines
+from deployments.requests import ChatRequest, Embeddings, EmbedRequest, Route, ScoreRequest, Scores, SpecPrefillReport
 from engine.placement import TakenOver
 from engine.protocol import InvalidRequest
 
@@ -72,6 +68,7 @@ class FakeBackend:
         self.unready: str | None = None
         self.requests: list[tuple[ChatRequest, Route]] = []
         self.embeds: list[EmbedRequest] = []
+        self.scores: list[ScoreRequest] = []
         self.generations: list[FakeGeneration] = []
         self.num_starts_cancelled = 0
         self.num_entries = 4
@@ -103,6 +100,14 @@ class FakeBackend:
             pass
         vectors = tuple(np.array([i, 1, 0], "<f4").tobytes() for i in range(len(request.prompts)))
         return Embeddings(vectors, sum(map(len, request.prompts)))
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """A document with n characters has the score n / 10; one token per character."""
+        self.scores.append(request)
+        async for _ in FakeGeneration(self.start_script):
+            pass
+        values = tuple(len(document) / 10 for document in request.documents)
+        return Scores(values, sum(map(len, (*request.queries, *request.documents))))
 
     async def count_tokens(self, request: ChatRequest, route: Route) -> int:
         self.requests.append((request, route))
@@ -291,3 +296,15 @@ def connect(make_app: Callable[..., FastAPI]) -> Callable[..., Connection]:
         return Connection(app or make_app(**(config or {})), body, headers or {})
 
     return connection
+
+
+def parts_of(call: ToolCall, *borders: int, is_cut_off: bool = False) -> list[ToolCall]:
+    """A call in parts that end at these characters of its arguments, if not in an escape; cut off: without the last."""
+    places = {border % (len(call.arguments) + 1) for border in borders} | {0, len(call.arguments)}
+    ends = sorted(at for at in places if (len(call.arguments[:at]) - len(call.arguments[:at].rstrip("\\"))) % 2 == 0)
+    texts = [call.arguments[a:b] for a, b in pairwise(ends)] or [""]
+    last = len(texts) - 1
+    parts = [replace(call, arguments=text, is_first=i == 0, is_last=i == last) for i, text in enumerate(texts)]
+    return (
+        [replace(part, is_last=False) for part in parts[:-1] or [replace(call, arguments="")]] if is_cut_off else parts
+    )

@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 
 from deployments.http.api_keys import ApiKeysError
-from deployments.protocol import TextDelta
+from deployments.http.generation import TextDelta
 from engine.protocol import EngineFailed
 
 ADMIN, ANN, BOB = "key-of-the-administrator", "key-of-ann", "key-of-bob"
@@ -170,6 +170,15 @@ def test_requests_per_minute_are_limited_and_the_answer_says_how(ask: Any, make_
     assert 1 <= int(refused.headers["retry-after"]) <= 30
     assert refused.headers["x-ratelimit-limit-requests"] == "2"
     assert len(backend.requests) == 2 and chat(ask, BOB).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/count_tokens", "/tokenize"])
+def test_counting_tokens_is_a_request(ask: Any, make_keyed: Any, path: str):
+    ask.app = make_keyed({"max_requests_per_minute": 1})
+    assert ask("POST", path, bearer(ANN), CHAT).status_code == 200
+    refused = ask("POST", path, bearer(ANN), CHAT)
+    assert refused.status_code == 429 and "max_requests_per_minute" in refused.json()["error"]["message"]
+    assert ask("POST", path, bearer(BOB), CHAT).status_code == 200
 
 
 def test_invalid_bodies_are_not_counted_as_requests(ask: Any, make_keyed: Any):

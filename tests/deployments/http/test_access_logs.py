@@ -14,8 +14,8 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from deployments.http import status_stream
+from deployments.http.generation import TextDelta
 from deployments.http.request_reader import MAX_INLINE_BYTES
-from deployments.protocol import TextDelta
 from engine.protocol import EngineFailed, InvalidRequest, Overloaded, Unavailable
 
 PROMPT, ANSWER = "xylophone-prompt", "xylophone-answer"

@@ -2,10 +2,11 @@
 
 import pytest
 
-from deployments.http.answer_id import new_answer_id, tag_in, tag_of_node
+from deployments.http.answer_id import new_answer_id, tag_of_node
+from deployments.http.dialects import DIALECTS, tag_in
 
 
-@pytest.mark.parametrize("prefix", ["chatcmpl-", "cmpl-", "msg_", "resp_", "embd-", "tok-"])
+@pytest.mark.parametrize("prefix", DIALECTS.answer_ids)
 def test_an_id_tells_the_tag_of_its_node(prefix: str):
     tag = tag_of_node("5f" * 28)
     made = {new_answer_id(prefix, tag) for _ in range(100)}

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from deployments.protocol import TextDelta
+from deployments.http.generation import TextDelta
 from engine.protocol import Overloaded
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from deployments.http.api_keys import ApiKeysError, KeyIdentity, KeyLimits, KeyRing, read_api_keys
 from deployments.http.config import HttpConfig
-from deployments.protocol import ChatRequest
+from deployments.requests import ChatRequest
 
 VARIABLE = "ORCHARD_TEST_KEYS"
 

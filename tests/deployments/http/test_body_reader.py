@@ -21,7 +21,7 @@ from deployments.http.body_reader import BodyReader
 from deployments.http.errors import ModelNotFound
 from deployments.http.parsed_request import ReadingRules
 from deployments.http.request_reader import MAX_INLINE_BYTES, read_request
-from deployments.protocol import PackedMessages
+from deployments.requests import PackedMessages
 from engine.protocol import InvalidRequest, Unavailable
 
 RULES = ReadingRules("org/demo", frozenset({"image"}))

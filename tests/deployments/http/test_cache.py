@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.http.cache import MAX_QUOTED_CHARS, cache_body, cleared_body, explanation
-from deployments.protocol import EngineAnswer, SilentEngine
+from deployments.requests import EngineAnswer, SilentEngine
 from engine.cache_miss import CacheMissReason
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer import ChatTokenizer

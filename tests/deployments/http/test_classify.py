@@ -1,7 +1,7 @@
 import pytest
 
 from deployments.http.classify import classify
-from deployments.protocol import Route
+from deployments.requests import Route
 from engine.processing.message import image_part, text_part
 
 TEXT = text_part("a")

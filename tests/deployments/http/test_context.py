@@ -6,7 +6,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from deployments.in_flight import InFlight
+from deployments.http.in_flight import InFlight
 from engine.protocol import Unavailable
 
 

@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from deployments.http.errors import ErrorMap
-from deployments.protocol import TextDelta
+from deployments.http.dialects import DIALECTS
+from deployments.http.error_map import ErrorMap
+from deployments.http.generation import TextDelta
 from engine.protocol import (
     Cancelled,
     ContextLengthExceeded,
@@ -124,13 +125,16 @@ def test_converter_turns_foreign_errors_into_api_errors(chat, backend, make_app)
 
 
 def test_converter_takes_precedence_over_the_classes_of_a_wrapped_error():
-    errors = ErrorMap({TransportError: lambda error: error.cause})
+    errors = ErrorMap(DIALECTS, {TransportError: lambda error: error.cause})
     failure = errors.failure(WrappedError(ContextLengthExceeded(90, 20, 100)), "req-1")
     assert (failure.status, failure.code) == (400, "context_length_exceeded")
 
 
 def test_error_that_its_converter_does_not_convert_is_a_500():
-    assert ErrorMap({TransportError: lambda error: None}).failure(TransportError("secret"), "req-1").status == 500
+    assert (
+        ErrorMap(DIALECTS, {TransportError: lambda error: None}).failure(TransportError("secret"), "req-1").status
+        == 500
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,7 +172,7 @@ def test_error_body_names_the_unknown_route_or_method(send, method, path, status
         ("/v1/mesages", "/v1/messages"),
         ("/v1/Chat/Completions", "/v1/chat/completions"),
         ("/healthz", "/health"),
-        ("/api/tags", None),
+        ("/ollama/tags", None),
         ("/v2", None),
     ],
 )

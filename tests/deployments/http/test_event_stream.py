@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from deployments.http.event_stream import COMMENT
-from deployments.protocol import TextDelta
+from deployments.http.generation import TextDelta
 from engine.protocol import Overloaded
 
 SOON = {"stream_comment_s": 0.05}

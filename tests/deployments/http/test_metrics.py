@@ -13,13 +13,15 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.http.response_counter import api_of
-from deployments.http_figures import LIMITS
-from deployments.protocol import TextDelta
+from deployments.http.dialects import DIALECTS
+from deployments.http.figures import LIMITS
+from deployments.http.generation import TextDelta
+from deployments.http.response_counter import APIS, api_of
 from engine.protocol import EngineFailed, Overloaded, QueueTimeout, Unavailable
 from tests.deployments.http.conftest import Connection, FakeBackend
 
 ADMIN, ANN, BOB = "key-of-the-administrator", "key-of-ann", "key-of-bob"
+KNOWN = {**APIS, **DIALECTS.apis}
 MESSAGES = [{"role": "user", "content": "Hi"}]
 CHAT = {"model": "org/demo", "messages": MESSAGES}
 USAGE = {"include_usage": True}
@@ -44,7 +46,7 @@ class Client:
     def ask(self, path: str, body: Any, key: str = "", name: str = "none") -> httpx.Response:
         """Send a request, and count its answer for the key of this name."""
         response = self._send("POST", path, key, body)
-        self.statuses[api_of(path), str(response.status_code)] += 1
+        self.statuses[api_of(path, KNOWN), str(response.status_code)] += 1
         sent = _events(response.text) if _is_stream(response) else [response.json()]
         for one in sent:
             if one.get("error") is not None:
@@ -130,6 +132,8 @@ def test_counters_are_those_of_the_clients(client: Client, backend: FakeBackend)
     client.ask("/v1/completions", {"model": "org/demo", "prompt": "Hi"})
     client.ask("/v1/completions", {"model": "org/demo", "prompt": "Hi", "stream": True, "stream_options": USAGE})
     client.ask("/v1/embeddings", {"model": "org/demo", "input": ["Hi", "there"]})
+    client.ask("/v1/rerank", {"model": "org/demo", "query": "Hi", "documents": ["there"]})
+    client.ask("/score", {"model": "org/demo", "text_1": "Hi", "text_2": "there"})
     client.ask("/tokenize", {"model": "org/demo", "prompt": "Hi"})
     backend.script = two
     client.ask("/v1/chat/completions", CHAT | {"n": 2})
@@ -247,4 +251,4 @@ def test_the_answer_is_prometheus_text(client: Client):
     ],
 )
 def test_paths_belong_to_apis(path: str, api: str):
-    assert api_of(path) == api
+    assert api_of(path, KNOWN) == api

@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
-from deployments.http import context
+from deployments.http import app as http_app
 from deployments.http.openapi import ApiDocument
 from deployments.http.openapi_page import CONTENT_SECURITY_POLICY
 
@@ -54,7 +54,7 @@ def test_every_body_has_an_example_that_schema_and_server_accept(send, document)
 
 def test_every_example_validates_against_its_wire_model(make_app, monkeypatch):
     documents: list[ApiDocument] = []
-    monkeypatch.setattr(context, "ApiDocument", lambda *args: documents.append(ApiDocument(*args)) or documents[-1])
+    monkeypatch.setattr(http_app, "ApiDocument", lambda *args: documents.append(ApiDocument(*args)) or documents[-1])
     make_app()
     bodies = [operation for operation in documents[0].operations if operation.body_model is not None]
     assert len(bodies) >= 7

@@ -1,11 +1,14 @@
-"""Limits of API keys: per minute, at once, and in the headers of both dialects."""
-
-from typing import Any
+"""Limits of API keys: per minute, at once, and in the headers of all dialects."""
 
 import pytest
 
+from deployments.http.allowance import duration
+from deployments.http.anthropic.dialect import ANTHROPIC
 from deployments.http.api_keys import KeyIdentity, KeyLimits
-from deployments.http.rate_limits import HEADER_NAMES, RateLimited, RateLimits, duration
+from deployments.http.dialect import Dialect
+from deployments.http.dialects import DIALECTS
+from deployments.http.openai.dialect import OPENAI
+from deployments.http.rate_limits import KINDS, RateLimited, RateLimits
 from engine.protocol import InvalidRequest
 from tests.support.clock import Clock
 
@@ -103,7 +106,7 @@ def test_request_refused_by_a_limit_is_not_counted_against_other_limits(limits: 
     refusal(limits, ann)
     clock.advance(61)
     send(limits, ann)
-    assert limits.headers(ann, "openai")["x-ratelimit-remaining-requests"] == "1"
+    assert limits.headers(ann, OPENAI)["x-ratelimit-remaining-requests"] == "1"
 
 
 def test_check_of_the_limits_counts_no_request(limits: RateLimits):
@@ -126,7 +129,7 @@ def test_key_without_limits_has_no_headers_and_no_recorded_use(limits: RateLimit
     for i in range(100):
         send(limits, KeyIdentity(f"{i}"), 1000)
         send(limits, FREE, num_tokens=10**9)
-    assert limits.headers(FREE, "openai") == limits.headers(FREE, "anthropic") == {}
+    assert limits.headers(FREE, OPENAI) == limits.headers(FREE, ANTHROPIC) == {}
     assert limits._uses == {}
 
 
@@ -136,7 +139,7 @@ def test_key_without_limits_has_no_headers_and_no_recorded_use(limits: RateLimit
 def test_openai_headers_show_limits_remaining_allowance_and_reset_times(limits: RateLimits):
     ann = key(max_requests_per_minute=10, max_tokens_per_minute=600)
     send(limits, ann, num_tokens=61)
-    assert limits.headers(ann, "openai") == {
+    assert limits.headers(ann, OPENAI) == {
         "x-ratelimit-limit-requests": "10",
         "x-ratelimit-remaining-requests": "9",
         "x-ratelimit-reset-requests": "6s",
@@ -149,7 +152,7 @@ def test_openai_headers_show_limits_remaining_allowance_and_reset_times(limits: 
 def test_anthropic_headers_show_limits_remaining_allowance_and_reset_times(limits: RateLimits):
     ann = key(max_requests_per_minute=10, max_tokens_per_minute=600)
     send(limits, ann, num_tokens=1200)
-    assert limits.headers(ann, "anthropic") == {
+    assert limits.headers(ann, ANTHROPIC) == {
         "anthropic-ratelimit-requests-limit": "10",
         "anthropic-ratelimit-requests-remaining": "9",
         "anthropic-ratelimit-requests-reset": "2027-01-15T08:00:06Z",
@@ -159,11 +162,15 @@ def test_anthropic_headers_show_limits_remaining_allowance_and_reset_times(limit
     }
 
 
-@pytest.mark.parametrize("dialect", ["openai", "anthropic"])
-def test_headers_show_only_the_limits_of_the_key(limits: RateLimits, dialect: Any):
+@pytest.mark.parametrize("dialect", tuple(DIALECTS), ids=lambda dialect: dialect.name)
+def test_headers_show_only_the_limits_of_the_key(limits: RateLimits, dialect: Dialect):
     assert limits.headers(key(max_rows=2), dialect) == {}
     told = limits.headers(key("bob", max_tokens_per_minute=5), dialect)
-    assert len(told) == 3 and all("tokens" in name for name in told) and set(told) < set(HEADER_NAMES)
+    assert (
+        len(told) == 3
+        and all("tokens" in name for name in told)
+        and set(told) < set(DIALECTS.limit_header_names(KINDS))
+    )
 
 
 @pytest.mark.parametrize(

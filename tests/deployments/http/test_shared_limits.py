@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from deployments.calls.replica_calls import NoAnswer
 from deployments.http import shared_limits
 from deployments.http.api_keys import KeyIdentity, KeyLimits
+from deployments.http.openai.dialect import OPENAI
 from deployments.http.rate_limits import RateLimited
 from deployments.http.shared_limits import SharedLimits
 from deployments.placement.rendezvous import Rendezvous
-from deployments.replica_calls import NoAnswer
 from engine.protocol import InvalidRequest
 from tests.support.clock import Clock
 
@@ -90,7 +91,7 @@ def test_requests_per_minute_hold_over_all_ingresses():
             with pytest.raises(RateLimited) as error:
                 await send(cluster.limits[node_id], ann)
             assert error.value.wait_s == pytest.approx(10)
-            assert cluster.limits[node_id].headers(ann, "openai")["x-ratelimit-remaining-requests"] == "0"
+            assert cluster.limits[node_id].headers(ann, OPENAI)["x-ratelimit-remaining-requests"] == "0"
         cluster.clock.advance(10)
         await send(cluster.limits["node-1"], ann)
 

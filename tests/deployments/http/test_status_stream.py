@@ -107,7 +107,7 @@ def test_first_event_has_everything_and_further_ones_what_has_changed(make_app: 
 
 def test_other_clients_see_only_figures_as_in_the_status(make_app: Any, figures: Any, backend: FakeBackend):
     async def talk() -> None:
-        from deployments.http_figures import KeyUsage
+        from deployments.http.figures import KeyUsage
 
         backend.figures.answered("ann", KeyUsage(1, 10, 5, 2))
         watcher = Watcher(make_app(open=True), client=REMOTE)

@@ -19,11 +19,26 @@ def path_of(name: str) -> str:
     return "/" if name == INDEX else PAGE_FILES + name
 
 
+BROWSER = {"Accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
+
+
+@pytest.mark.parametrize("config", [{}, KEYED], ids=["without keys", "with keys"])
+@pytest.mark.parametrize("accept", ["*/*", "application/json", ""])
+def test_programs_find_a_greeting_where_browsers_find_the_page(send: Any, make_app: Any, config: Any, accept: str):
+    app = make_app(**config)
+    for method in ("GET", "HEAD"):
+        answer = send(method, "/", app=app, headers={"Accept": accept})
+        assert answer.status_code == 200 and answer.headers["content-type"] == "text/plain; charset=utf-8"
+        assert answer.headers["vary"] == "Accept"
+    assert send("GET", "/", app=app, headers={"Accept": accept}).text == "Ollama is running"
+    assert send("GET", "/", app=app, headers=BROWSER).headers["vary"] == "Accept-Encoding, Accept"
+
+
 @pytest.mark.parametrize("config", [{}, KEYED], ids=["without keys", "with keys"])
 def test_the_page_and_all_its_files_need_no_key(send: Any, make_app: Any, config: Any):
     app = make_app(**config)
     for name, file in FILES.items():
-        answer = send("GET", path_of(name), app=app)
+        answer = send("GET", path_of(name), app=app, headers=BROWSER)
         assert (answer.status_code, answer.content) == (200, file.body), name
         assert answer.headers["content-type"] == TYPES["." + name.rpartition(".")[2]]
         assert answer.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
@@ -43,7 +58,8 @@ def test_the_page_is_read_only_and_has_no_other_files(send: Any):
         for path in ("/", "/page/main.js"):
             answer = send(method, path)
             assert answer.status_code == 405 and set(answer.headers["allow"].split(", ")) == {"GET", "HEAD"}
-    assert send("HEAD", "/").headers["etag"] == send("GET", "/").headers["etag"]
+    etags = {send(method, "/", headers=BROWSER).headers["etag"] for method in ("HEAD", "GET")}
+    assert len(etags) == 1
     for name in (
         "nothing.js",
         INDEX,
@@ -66,13 +82,13 @@ def test_a_foreign_host_or_origin_is_refused(send: Any, make_app: Any):
 
 def test_a_known_file_is_not_sent_again(send: Any):
     for encoding in ("identity", "gzip"):
-        first = send("GET", "/", headers={"Accept-Encoding": encoding})
+        first = send("GET", "/", headers={**BROWSER, "Accept-Encoding": encoding})
         etag = first.headers["etag"]
         for known in (etag, f"W/{etag}", f'"other", {etag}'):
-            again = send("GET", "/", headers={"Accept-Encoding": encoding, "If-None-Match": known})
+            again = send("GET", "/", headers={**BROWSER, "Accept-Encoding": encoding, "If-None-Match": known})
             assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", etag)
             assert again.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
-        assert send("GET", "/", headers={"If-None-Match": '"other"'}).status_code == 200
+        assert send("GET", "/", headers={**BROWSER, "If-None-Match": '"other"'}).status_code == 200
 
 
 @pytest.mark.parametrize(

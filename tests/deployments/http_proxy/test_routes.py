@@ -20,7 +20,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.http_proxy import CALLBACK, HOOK, is_guarded
 from deployments.http_proxy.routes import ServeRoutes
 from deployments.serve_run.environment import DEFAULTS
-from tests.deployments.test_routing import FakeReplica, make_router
+from tests.deployments.calls.test_router import FakeReplica, make_router
 
 INGRESS = DeploymentID(name="Ingress", app_name="orchard")
 

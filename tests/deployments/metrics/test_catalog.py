@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.http_figures import HttpFigures, KeyUsage
+from deployments.http.figures import HttpFigures, KeyUsage
 from deployments.metrics.catalog import METRICS
 from deployments.metrics.metric import Metric
 from deployments.metrics.node_figures import IngressFigures, NodeFigures, SparsePlans

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from deployments.http.parsed_request import ReadingRules
-from deployments.http.request_reader import Dialect, read_request
+from deployments.http.request_reader import read_request
 from deployments.placement.conversation_keys import (
     BYTES_PER_TOKEN,
     IMAGE_BYTES,
@@ -15,7 +15,7 @@ from deployments.placement.conversation_keys import (
     sketch_conversation,
     sketch_raw,
 )
-from deployments.protocol import ChatRequest
+from deployments.requests import ChatRequest
 
 SYSTEM = {"role": "system", "content": "You are terse."}
 FIRST = {"role": "user", "content": "What is 12 + 30?"}
@@ -117,8 +117,8 @@ def test_session_is_read_from_the_headers_of_agents(headers: dict[str, str], ses
     assert session_of(headers) == session
 
 
-def read(dialect: Dialect, body: dict[str, Any]) -> ChatRequest:
-    return read_request(json.dumps({"model": "demo", "max_tokens": 9, **body}).encode(), dialect, RULES).request
+def read(kind: str, body: dict[str, Any]) -> ChatRequest:
+    return read_request(json.dumps({"model": "demo", "max_tokens": 9, **body}).encode(), kind, RULES).request
 
 
 def test_the_same_conversation_has_the_same_keys_in_every_dialect():

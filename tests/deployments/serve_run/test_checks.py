@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from deployments.args import AppArgs
+from deployments.cluster import ports
+from deployments.cluster.folder import ClusterFolder
 from deployments.cluster.relay import GcsRelay
 from deployments.serve_run import checks
 from deployments.serve_run.checks import CannotStart, ModelCheck, check_keys, check_machine, finds_cluster
 from deployments.serve_run.config_file import OrchardConfig
+from deployments.serve_run.head_secrets import head_secrets
 from engine.device_lock import _name
 from engine.process_lock import ProcessLock, lock_path
 from engine.processing.checkpoint import DEMO_MODEL
@@ -43,6 +46,22 @@ def test_reachable_cluster_is_found_by_its_address_file(note: Path, capsys: pyte
 def test_a_relay_whose_head_does_not_answer_is_no_cluster(note: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "_ray_process", lambda: 4711)
     relay = GcsRelay("127.0.0.1", 0, ("127.0.0.1", free_port()))
+    note.write_text(f"127.0.0.1:{relay.port}")
+    with pytest.raises(CannotStart, match=r"does not answer \(its head does not answer\), but process 4711 of Ray"):
+        finds_cluster(note)
+    relay.stop()
+
+
+def test_a_relay_with_tls_whose_head_does_not_answer_is_no_cluster(
+    note: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(checks, "_ray_process", lambda: 4711)
+    folder = ClusterFolder(tmp_path / ".orchard" / "cluster")
+    folder.make()
+    tls = head_secrets(folder, "127.0.0.1", has_tls=True).tls
+    monkeypatch.setattr(checks, "ClusterFolder", lambda: folder)
+    relay = GcsRelay("127.0.0.1", 0, ("127.0.0.1", free_port()), tls)
+    monkeypatch.setattr(ports, "RELAY", relay.port)
     note.write_text(f"127.0.0.1:{relay.port}")
     with pytest.raises(CannotStart, match=r"does not answer \(its head does not answer\), but process 4711 of Ray"):
         finds_cluster(note)

@@ -10,6 +10,7 @@ import pytest
 from deployments.cluster import ports
 from deployments.cluster.folder import ClusterFolder
 from deployments.cluster.headship import Headship, write_headship
+from deployments.cluster.join_token import read_join_token
 from deployments.cluster.membership import write_membership
 from deployments.cluster.ray_node import contradiction_in
 from deployments.serve_run import head
@@ -18,21 +19,23 @@ from deployments.serve_run.config_file import OrchardConfig, default_config
 from deployments.serve_run.head import Head, HeadOptions
 
 LOOPBACK = HeadOptions(interface="127.0.0.1")
-VARIABLES = ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "RAY_REDIS_ADDRESS")
+VARIABLES = ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_USE_TLS")
+TLS_VARIABLES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undo what a head sets for the processes that it starts."""
     with monkeypatch.context() as patch:
-        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", *TLS_VARIABLES):
             patch.setenv(name, "token")
         for name in ("RAY_gcs_rpc_server_reconnect_timeout_s", "RAY_raylet_start_wait_time_s"):
             patch.setenv(name, "60")
         for name in ports.VARIABLES:
             patch.setenv(name, "7")
         for name in VARIABLES:
-            patch.delenv(name, raising=False)
+            patch.setenv(name, "")  # what a head sets is undone
+            patch.delenv(name)
         yield
 
 
@@ -52,15 +55,18 @@ def make(folder: ClusterFolder, config: OrchardConfig | None = None, options: He
 
 
 def released(made: Head) -> Head:
+    """Release what a head has reserved, and what it has set for the processes that it would start."""
     made._lock.release()
+    os.environ.pop("RAY_USE_TLS", None)
     return made
 
 
 def test_a_head_makes_its_folder_and_says_how_to_join(folder: ClusterFolder):
     made = released(make(folder))
-    assert made.address == f"127.0.0.1:{ports.GCS}" and made.token == folder.token()
+    assert made.address == f"127.0.0.1:{ports.GCS}"
     assert "orchard join 127.0.0.1 --token TOKEN" in made.describe()
-    assert made.token not in made.describe() and str(folder.token_file) in made.describe(), "no terminal reads it"
+    token = str(read_join_token(folder))
+    assert token not in made.describe() and str(folder.join_token) in made.describe(), "no terminal reads it"
 
 
 def test_one_process_is_the_head(folder: ClusterFolder):
@@ -92,13 +98,37 @@ def test_a_cluster_keeps_its_address(folder: ClusterFolder):
 
 def test_options_that_a_running_serve_keeps_are_refused_until_a_new_cluster(folder: ClusterFolder):
     first = released(make(folder))
+    secrets = folder.token(), folder.tls.authority.read_text()
     folder.store_log.write_bytes(b"")
     first._note()
     changed = default_config("demo", 8124)
     with pytest.raises(CannotStart, match=r"http_options: .*8000.* there, .*8124.* here.*--new-cluster"):
         make(folder, changed)
     new = released(make(folder, changed, HeadOptions("127.0.0.1", is_new=True)))
-    assert not folder.store_log.exists() and new.token == first.token
+    assert not folder.store_log.exists()
+    assert (folder.token(), folder.tls.authority.read_text()) != secrets, "earlier members know nothing of it"
+    assert new.describe() == first.describe()
+
+
+def test_a_machine_that_has_left_a_cluster_is_the_head_of_its_own_with_secrets_of_its_own(folder: ClusterFolder):
+    released(make(folder))
+    secrets = folder.token(), folder.tls.authority.read_text()
+    folder.tls.authority_key.unlink()  # as on a member
+    released(make(folder))
+    assert (folder.token(), folder.tls.authority.read_text()) != secrets and folder.tls.authority_key.exists()
+
+
+@pytest.mark.parametrize(
+    ("had", "has", "remedy"), [(True, False, "Leave --no-tls out"), (False, True, "Give --no-tls")]
+)
+def test_a_cluster_keeps_its_tls(folder: ClusterFolder, had: bool, has: bool, remedy: str):
+    first = released(make(folder, options=HeadOptions("127.0.0.1", has_tls=had)))
+    assert folder.tls.certificate.exists() == had == ("--no-tls" not in first.describe())
+    folder.store_log.write_bytes(b"")
+    first._note()
+    with pytest.raises(CannotStart, match=f"{remedy}, or start a new cluster with --new-cluster"):
+        make(folder, options=HeadOptions("127.0.0.1", has_tls=has))
+    released(make(folder, options=HeadOptions("127.0.0.1", has_tls=had)))
 
 
 def test_the_application_goes_on_only_if_it_is_the_same(folder: ClusterFolder):

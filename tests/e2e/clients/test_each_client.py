@@ -22,6 +22,7 @@ from tests.support.sdks import (
     instructor_objects,
     langchain_models,
     litellm_completions,
+    ollama_chat,
     openai_agents,
     openai_chat,
     openai_responses,
@@ -57,7 +58,7 @@ def test_openai_chat_thinks_calls_a_tool_and_answers(client: "openai.OpenAI"):
 
 def test_openai_responses_thinks_calls_a_tool_and_answers_from_the_stored_response(client: "openai.OpenAI"):
     options: dict[str, Any] = {"tools": openai_responses.TOOLS, "reasoning": {"effort": "low", "summary": "auto"}}
-    response = openai_responses.respond(client, streamed=True, input=WEATHER_QUESTION, **options)
+    response = openai_responses.respond(client, streamed=True, input=WEATHER_QUESTION, store=True, **options)
     assert openai_responses.thought_of(response) == WEATHER_THOUGHT
     assert openai_responses.calls_of(response) == CALLS
     results = openai_responses.outputs(response)
@@ -76,6 +77,19 @@ def test_anthropic_thinks_calls_a_tool_and_answers(claude: "anthropic.Anthropic"
     conversation += [anthropic_messages.said(message), anthropic_messages.results(message)]
     answer = anthropic_messages.ask(claude, conversation, streamed=True, **options)
     assert (anthropic_messages.text_of(answer), answer.stop_reason) == (WEATHER, "end_turn")
+
+
+def test_ollama_thinks_calls_a_tool_and_answers(base_url: str):
+    import ollama
+
+    conversation: list[Any] = [ollama_chat.user(WEATHER_QUESTION)]
+    with ollama.Client(host=base_url, timeout=120) as client:
+        message = ollama_chat.chat(client, conversation, streamed=True, tools=ollama_chat.TOOLS, think=True).message
+        assert message.thinking.strip() == WEATHER_THOUGHT
+        assert ollama_chat.calls_of(message) == CALLS
+        conversation += [message, *ollama_chat.results(message)]
+        answer = ollama_chat.chat(client, conversation, streamed=True, tools=ollama_chat.TOOLS, think=False)
+        assert (answer.message.content, answer.done_reason) == (WEATHER, "stop")
 
 
 @pytest.mark.usefixtures("event_loop")

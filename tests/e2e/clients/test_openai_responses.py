@@ -63,7 +63,7 @@ def test_a_tool_call_and_its_result_lead_to_an_answer(client: openai.OpenAI, str
 
 @STREAMED
 def test_a_stored_response_is_continued(client: openai.OpenAI, streamed: bool):
-    first = respond(client, streamed, input=TWO_CITIES_QUESTION, tools=TOOLS)
+    first = respond(client, streamed, input=TWO_CITIES_QUESTION, tools=TOOLS, store=True)
     assert calls_of(first) == [(TOOL_NAME, {"city": city}) for city in TWO_CITIES]
     answer = respond(client, streamed, input=outputs(first), tools=TOOLS, previous_response_id=first.id)
     assert "Paris" in answer.output_text

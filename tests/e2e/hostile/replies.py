@@ -94,7 +94,10 @@ def check_reply(reply: Reply) -> None:
     ):
         body = reply.json()
         error, is_anthropic = body["error"], body.get("type") == "error"
-        assert set(error) >= ({"message", "type"} if is_anthropic else {"message", "type", "param", "code"}), error
-        assert isinstance(error["message"], str), error
+        if isinstance(error, str):  # Ollama's
+            assert set(body) == {"error"}, body
+        else:
+            assert set(error) >= ({"message", "type"} if is_anthropic else {"message", "type", "param", "code"}), error
+            assert isinstance(error["message"], str), error
         ids = reply.header("x-request-id")
         assert len(ids) == 1 and _ID.fullmatch(ids[0]), f"X-Request-ID: {ids}"

@@ -272,6 +272,22 @@ class RefusedByAnthropic:
         assert len(error["message"]) < 2000, f"a message of {len(error['message'])} characters"
 
 
+@dataclass(frozen=True)
+class RefusedByOllama:
+    """An error in Ollama's dialect, which is one sentence. says: what must be in it, also the field's path."""
+
+    status: int
+    says: tuple[str, ...] = ()
+
+    def check(self, reply: Reply) -> None:
+        assert reply.status == self.status, f"expected {self.status}, got {reply!s}"
+        error = reply.json()
+        assert error.keys() == {"error"}, error
+        for fragment in self.says:
+            assert fragment.lower() in error["error"].lower(), f"{fragment!r} is not in the message: {error}"
+        assert len(error["error"]) < 2000, f"a message of {len(error['error'])} characters"
+
+
 def bad(param: str | None = "", *says: str) -> Refused:
     """The usual 400."""
     return Refused((400,), param, "", says)

@@ -7,6 +7,7 @@ from tests.e2e.hostile import (
     json_bodies,
     malformed_http,
     messages,
+    ollama_routes,
     other_faces,
     pages,
     slow_clients,
@@ -23,6 +24,7 @@ GROUPS: dict[str, tuple[Row, ...]] = {
     "images": images.ROWS,
     "grammars": grammars.ROWS,
     "other faces": other_faces.ROWS,
+    "Ollama": ollama_routes.ROWS,
     "ids and pages": pages.ROWS,
     "slow clients": slow_clients.ROWS,
 }

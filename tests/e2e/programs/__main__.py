@@ -14,16 +14,20 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.e2e.programs import record
-from tests.e2e.programs.catalogue import CASES, NOTES_QUESTION, PROGRAMS, QUESTION, Case
+from tests.e2e.programs.catalogue import CASES, EDIT_QUESTION, LAUNCHED, NOTES_QUESTION, PROGRAMS, QUESTION, Case
+from tests.e2e.programs.edits import EditsBackend
 from tests.e2e.programs.install import Installed, Tools
 from tests.e2e.programs.loopback import Loopback
 from tests.e2e.programs.notes import NotesBackend
-from tests.e2e.programs.outcome import outcome, outcome_of_tool
+from tests.e2e.programs.outcome import outcome, outcome_of_edit, outcome_of_tool
 from tests.e2e.programs.refusing import refused_runs
 from tests.e2e.programs.run import Site
 from tests.e2e.programs.servers import model_server, scripted_server
 
-PARTS = (*record.COLUMNS, "refusals")
+PARTS = (*record.COLUMNS, "refusals", "edits")
+
+JUDGED = {"tools": (NOTES_QUESTION, outcome_of_tool), "edits": (EDIT_QUESTION, outcome_of_edit)}
+"""Part -> its question, and how its runs are judged, where these are not the usual ones."""
 
 
 def main() -> int:
@@ -34,7 +38,7 @@ def main() -> int:
     parser.add_argument("--tools", type=Path, help="folder of the programs; they are installed anew without it")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that servers and the network end, too
-    cases = [case for case in CASES if options.only in case.name]
+    cases, launched = ([case for case in some if options.only in case.name] for some in (CASES, LAUNCHED))
     loopback = Loopback()
     if loopback.why_open is not None:
         _say(f"the programs could reach other networks: {loopback.why_open}")
@@ -42,11 +46,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="orc-programs-", dir="/tmp") as folder:
         try:
             tools = Tools(options.tools or Path(folder) / "tools")
-            installed = _install(tools, {case.program for case in cases}, problems)
-            cases = [case for case in cases if case.program in installed]
+            installed = _install(tools, {case.program for case in (*cases, *launched)}, problems)
+            cases, launched = ([case for case in some if case.program in installed] for some in (cases, launched))
             if "tools" in options.parts:
                 with scripted_server(NotesBackend()) as url:
                     problems += _run(Site(Path(folder), url, loopback), "tools", cases, installed)
+            if "edits" in options.parts:
+                with scripted_server(EditsBackend()) as url:
+                    problems += _run(Site(Path(folder), url, loopback), "edits", launched, installed)
             for model in (part for part in options.parts if part in record.MODELS):
                 with model_server(model, Path(folder)) as url:
                     problems += _run(Site(Path(folder), url, loopback), model, cases, installed)
@@ -78,9 +85,9 @@ def _run(site: Site, part: str, cases: list[Case], installed: Mapping[str, Insta
     """Run the cases and note their outcomes. Returns the failed ones."""
     problems = []
     for case in cases:
-        question = NOTES_QUESTION if part == "tools" else QUESTION
+        question, judge = JUDGED.get(part, (QUESTION, outcome))
         run = site.run(case, installed[case.program], question=question)
-        found = outcome_of_tool(run) if part == "tools" else outcome(run)
+        found = judge(run)
         record.note(run, part, found)
         _say(f"{case.name}, {part}: {found} ({run.seconds:.0f} s)")
         problems += [f"{case.name}, {part}: {found}"] if found.startswith("failed") else []

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 QUESTION = "What is 12 + 30?"
 NOTES_QUESTION = "What does the file $home/work/notes.txt say?"
+EDIT_QUESTION = "In the file $home/work/notes.txt, say `loud` instead of `quiet`."
 NOTES, NOTES_TEXT = "notes.txt", "The harbor is bright and the old gate is quiet."
 """In the folder where programs run."""
+EDITED_TEXT = NOTES_TEXT.replace("quiet", "loud")
 MODEL = "demo"
 CLAUDE_NAME, GPT_NAMES = "claude-sonnet-4-5", ("gpt-5.5", "gpt-6-sol")
 SERVED_NAMES = (MODEL, CLAUDE_NAME, "claude-haiku-4-5", *GPT_NAMES)
@@ -42,6 +44,8 @@ class Case:
     """Path below the home folder -> text."""
     is_screen: bool = False
     """Run on a terminal: the question is typed."""
+    launched_as: str | None = None
+    """Start it by `orchard launch` with this name; the arguments are those behind `--`."""
 
     @property
     def name(self) -> str:
@@ -188,3 +192,16 @@ CASES = (
     _continue("chat", "openai", "$url/v1"),
     _continue("messages", "anthropic", "$url/v1/"),
 )
+
+
+def _launched(program: str, name: str, *arguments: str) -> Case:
+    return Case(program, "`orchard launch`", (*arguments, "$question"), launched_as=name)
+
+
+LAUNCHED = (
+    _launched("Claude Code", "claude", "--permission-mode", "acceptEdits", "--print"),
+    _launched("Codex", "codex", "exec", "--skip-git-repo-check", "--sandbox", "workspace-write"),
+    _launched("opencode", "opencode", "run"),
+    _launched("Qwen Code", "qwen", "--approval-mode", "auto-edit", "--prompt"),
+)
+"""Runs without a setting of ours in a file or the environment: all comes from the command."""

@@ -3,12 +3,13 @@
 import json
 import re
 
-from deployments.protocol import ChatRequest, Route, TextDelta, Tool
+from deployments.http.generation import TextDelta
+from deployments.requests import ChatRequest, Route, Tool
 from tests.deployments.http.clients.scripted import (
-    CALL_TOKENS,
     OTHER_ANSWER,
     ScriptedBackend,
     call,
+    call_script,
     text_of,
     text_script,
 )
@@ -47,7 +48,7 @@ def notes_script(request: ChatRequest) -> list[TextDelta]:
         return text_script(text_of(results[-1]) if results else OTHER_ANSWER, request)
     else:
         called = call(tool.name, json.dumps(arguments(tool, path[0])))
-    return [TextDelta("", CALL_TOKENS, tool_calls=(called,)), TextDelta("", 1, "tool_calls")]
+    return call_script([called])
 
 
 def arguments(tool: Tool, path: str) -> dict[str, str | list[str]]:

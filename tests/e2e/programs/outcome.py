@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tests.e2e.programs.catalogue import NOTES_TEXT
+from tests.e2e.programs.catalogue import EDITED_TEXT, NOTES_TEXT
 from tests.e2e.programs.recorder import Exchange
 from tests.e2e.programs.run import Run
 
@@ -59,6 +59,14 @@ def outcome_of_tool(run: Run) -> str:
     if not any('"tools": [{' in body for body in bodies):
         return "has no tools"
     return "failed: the text of the file has not come back"
+
+
+def outcome_of_edit(run: Run) -> str:
+    """Return the outcome of a run in which a tool of the program changes a file: the file must have the new text."""
+    found = outcome(run)
+    if found.startswith("failed") or run.notes.strip() == EDITED_TEXT:
+        return found
+    return f"failed: the file says {run.notes.strip()!r}"
 
 
 def ending(run: Run) -> str:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.programs.catalogue import CASES
+from tests.e2e.programs.catalogue import CASES, LAUNCHED
 from tests.e2e.programs.outcome import ending, refusals, unusual
 from tests.e2e.programs.run import Run
 
@@ -40,7 +40,7 @@ def note_refusal(run: Run, what: str) -> None:
 
 
 def write(record: dict[str, Any]) -> None:
-    order = [case.name for case in CASES]
+    order = [case.name for case in (*CASES, *LAUNCHED)]
     record = dict(sorted(record.items(), key=lambda row: order.index(row[0])))
     RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     text = README.read_text().partition(BEGIN)[0]
@@ -48,10 +48,13 @@ def write(record: dict[str, Any]) -> None:
 
 
 def tables(record: dict[str, Any]) -> str:
-    """Return both tables as Markdown."""
+    """Return the tables as Markdown."""
+    launched = {case.name for case in LAUNCHED}
     lines = ["| program | version | sends, besides what all send | " + " | ".join(COLUMNS.values()) + " |"]
     lines.append("|---" * (3 + len(COLUMNS)) + "|")
     for name, row in record.items():
+        if name in launched:
+            continue
         cells = [_outcome(row["outcomes"].get(part)) for part in COLUMNS]
         lines.append(f"| {' | '.join(map(_cell, (name, row.get('version', ''), row.get('sends', ''), *cells)))} |")
     lines += [
@@ -66,6 +69,10 @@ def tables(record: dict[str, Any]) -> str:
             alike.setdefault((done["version"], steps, done["ending"].replace(what, "FIELD")), []).append(what)
         for (version, steps, end), what in alike.items():
             lines.append(f"| {' | '.join(map(_cell, (f'{name}, {version}', ', '.join(what), steps, end)))} |")
+    lines += ["", "| program | version | edits a file with its tools |", "|---|---|---|"]
+    for name, row in record.items():
+        if name in launched:
+            lines.append(f"| {' | '.join(map(_cell, (name, row['version'], _outcome(row['outcomes']['edits']))))} |")
     return "\n".join(lines) + "\n"
 
 

@@ -16,7 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from deployments.http.errors import ErrorMap
+from deployments.http.dialects import DIALECTS
+from deployments.http.error_map import ErrorMap
 
 START_TIMEOUT_S = 30.0
 HOP_BY_HOP = {"host", "connection", "transfer-encoding", "content-length", "keep-alive", "upgrade"}
@@ -145,7 +146,7 @@ class Recorder:
 
 def _refused(refusal: Exception, exchange: Exchange, scope: Scope) -> Response:
     """Return the server's own words for an error."""
-    response = ErrorMap().response(refusal, "req_refused", scope)
+    response = ErrorMap(DIALECTS).response(refusal, "req_refused", scope)
     exchange.status, exchange.answer = response.status_code, bytes(response.body)
     exchange.is_whole = exchange.has_ended = True
     return response

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.support.sdks.offline import OFFLINE
 LIMIT_S = 300.0
 """Time limit of a run, after which the program is killed."""
 END_LIMIT_S = 30.0
+ORCHARD = str(Path(sys.executable).parent / "orchard")
 TERM = {"TERM": "xterm-256color", "LANG": "C.UTF-8"}
 
 
@@ -32,6 +34,8 @@ class Run:
     """stdout and stderr, or what the screen showed."""
     exchanges: list[Exchange]
     seconds: float
+    notes: str = ""
+    """Text of the file in the program's folder at the end."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,11 @@ class Site:
             (home / path).write_text(filled(text))
         own = {name: filled(value) for name, value in case.env.items()}
         env = {"HOME": str(home), "PATH": installed.path, **TERM, **OFFLINE, **installed.program.env, **own}
-        command = self.loopback.inside([str(installed.executable), *map(filled, case.arguments)])
+        program = [str(installed.executable)]
+        if case.launched_as is not None:
+            program = [ORCHARD, "launch", case.launched_as, "--url", recorder.base_url, "--"]
+            env["PATH"] = f"{installed.executable.parent}{os.pathsep}{installed.path}"
+        command = self.loopback.inside([*program, *map(filled, case.arguments)])
         began = time.monotonic()
         process = command, env, home / "work", began + limit_s
         if case.is_screen:
@@ -81,7 +89,8 @@ class Site:
         seconds = time.monotonic() - began
         self.loopback.end_processes()
         recorder.stop()
-        return Run(case, installed.version, code, output, recorder.exchanges, seconds)
+        notes = (home / "work" / NOTES).read_text()
+        return Run(case, installed.version, code, output, recorder.exchanges, seconds, notes)
 
 
 def _headless(command: list[str], env: dict[str, str], folder: Path, deadline: float) -> tuple[int | None, str]:

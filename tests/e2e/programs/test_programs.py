@@ -13,10 +13,10 @@ import pytest
 from deployments.http.errors import ModelNotFound
 from engine.protocol import ContextLengthExceeded, InvalidRequest, Overloaded
 from tests.e2e.programs import record, terminal
-from tests.e2e.programs.catalogue import CASES, Case, Program
+from tests.e2e.programs.catalogue import CASES, LAUNCHED, Case, Program
 from tests.e2e.programs.install import Installed
 from tests.e2e.programs.loopback import Loopback
-from tests.e2e.programs.outcome import ending, outcome, refusals, stream_flaw, unusual
+from tests.e2e.programs.outcome import ending, outcome, outcome_of_edit, refusals, stream_flaw, unusual
 from tests.e2e.programs.recorder import Exchange, Refuse
 from tests.e2e.programs.refusing import Always, Once, WithField
 from tests.e2e.programs.run import Run, Site
@@ -75,6 +75,11 @@ def test_a_program_that_is_answered_works_and_its_unusual_fields_are_named(site:
     assert run.output.strip() == "Hello!"
     assert [(one.path, one.status, one.is_whole) for one in run.exchanges] == [("/v1/chat/completions", 200, True)]
     assert unusual(run) == "0 tools, 0 kB, `user`"
+
+
+def test_a_program_that_answers_but_does_not_change_the_file_has_failed_to_edit(site: Site):
+    found = outcome_of_edit(go(site))
+    assert found == "failed: the file says 'The harbor is bright and the old gate is quiet.'"
 
 
 def test_a_program_that_goes_on_without_a_refused_field_is_answered_after_a_refusal(site: Site):
@@ -149,7 +154,7 @@ def test_the_tables_are_made_from_the_record():
 
 
 def test_the_record_has_every_case():
-    assert list(record.read()) == [case.name for case in CASES]
+    assert list(record.read()) == [case.name for case in (*CASES, *LAUNCHED)]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from deployments.http.anthropic.messages_wire import parse_messages
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
-from deployments.protocol import ChatRequest
+from deployments.requests import ChatRequest
 
 RULES = ReadingRules("org/demo", frozenset({"image"}))
 USER = {"role": "user", "content": "Hi"}

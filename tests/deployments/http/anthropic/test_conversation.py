@@ -7,7 +7,7 @@ import pytest
 
 from deployments.http.anthropic.conversation import definition_text
 from deployments.http.anthropic.signature import signature_of
-from deployments.protocol import Route
+from deployments.requests import Route
 from engine.processing.message import Part
 from engine.protocol import InvalidRequest
 from tests.deployments.http.anthropic.conftest import RULES, USER, parsed, request_of, tool

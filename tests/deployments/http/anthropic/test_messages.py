@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from deployments.http.context import IGNORED_HEADER
-from deployments.protocol import Route, TextDelta
+from deployments.http.generation import TextDelta
+from deployments.requests import Route
 from engine.processing.message import image_sources
 from engine.protocol import (
     ContextLengthExceeded,

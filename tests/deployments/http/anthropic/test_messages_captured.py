@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.http.parsed_request import ParsedRequest
-from deployments.http.request_reader import Dialect, read_request
+from deployments.http.request_reader import read_request
 from engine.protocol import InvalidRequest
 from tests.deployments.http.anthropic.conftest import RULES
 
@@ -44,8 +44,8 @@ def captured() -> list[dict[str, Any]]:
 
 
 def read(captured: dict[str, Any]) -> ParsedRequest:
-    dialect: Dialect = "count_tokens" if captured["path"].endswith("count_tokens") else "messages"
-    return read_request(json.dumps({**captured["body"], "model": RULES.model_name}).encode(), dialect, RULES)
+    kind = "count_tokens" if captured["path"].endswith("count_tokens") else "messages"
+    return read_request(json.dumps({**captured["body"], "model": RULES.model_name}).encode(), kind, RULES)
 
 
 def test_captured_requests_are_accepted_or_refused_by_the_expected_field():

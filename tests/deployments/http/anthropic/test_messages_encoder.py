@@ -13,9 +13,10 @@ from deployments.http.anthropic.messages_encoder import MessagesEncoder
 from deployments.http.anthropic.messages_wire import MessagesEcho
 from deployments.http.anthropic.signature import omitted_thought
 from deployments.http.errors import Failure
-from deployments.protocol import SpecPrefillReport, TextDelta, ToolCall
+from deployments.http.generation import TextDelta, ToolCall
+from deployments.requests import SpecPrefillReport
 from tests.deployments.http.anthropic.conftest import events
-from tests.deployments.http.conftest import FakeGeneration
+from tests.deployments.http.conftest import FakeGeneration, parts_of
 
 CALL = ToolCall("call_0123456789abcdef01234567", "find", '{"q": "é"}')
 OTHER = ToolCall("call_0123456789abcdef01234568", "look", "{}")
@@ -204,9 +205,9 @@ PIECES = st.lists(
 
 
 def split(delta: TextDelta, places: list[int]) -> list[TextDelta]:
-    """The same text or thought in several deltas."""
+    """The same text, thought or call in several deltas."""
     if delta.tool_calls:
-        return [delta]
+        return [TextDelta("", 0, tool_calls=(part,)) for part in parts_of(delta.tool_calls[0], *places)]
     whole = delta.text or delta.reasoning
     ends = sorted({place % (len(whole) + 1) for place in places} | {0, len(whole)})
     parts = [whole[start:end] for start, end in pairwise(ends)]
@@ -221,3 +222,24 @@ def test_events_add_up_to_the_whole_answer_for_any_split(deltas, places, omits):
     assert assembled(streamed(*deltas, end, omits=omits)) == message
     streamed_finer = assembled(streamed(*finer, end, omits=omits))
     assert streamed_finer["content"] == whole(*finer, end, omits=omits)["content"] == message["content"]
+
+
+def test_a_call_that_is_cut_off_stays_as_far_as_it_came():
+    call = ToolCall("call_1", "write", '{"path": "a.py", "text": "one\\ntwo"}')
+    for border, arguments in ((31, {"path": "a.py", "text": "one\n"}), (10, {"path": ""}), (1, {})):
+        deltas = [
+            TextDelta("", 3, tool_calls=tuple(parts_of(call, border, is_cut_off=True))),
+            TextDelta("", 0, "length"),
+        ]
+        message = whole(*deltas)
+        assert (message["content"][0]["input"], message["stop_reason"]) == (arguments, "max_tokens")
+        sent = [
+            event["delta"]["partial_json"] for event in streamed(*deltas) if "partial_json" in event.get("delta", {})
+        ]
+        assert "".join(sent) == call.arguments[:border]
+        assert streamed(*deltas)[-3] == {"type": "content_block_stop", "index": 0}
+
+
+def test_a_call_that_is_cut_off_in_what_no_text_may_hold_has_no_input():
+    parts = parts_of(ToolCall("call_1", "write", '{"x": "\\ud83d and more"}'), 14, is_cut_off=True)
+    assert whole(TextDelta("", 3, "length", tool_calls=tuple(parts)))["content"][0]["input"] == {}

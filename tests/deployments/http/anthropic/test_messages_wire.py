@@ -17,7 +17,7 @@ from deployments.http.anthropic.messages_wire import (
 )
 from deployments.http.anthropic.phrases import NOT_PERMITTED, ThreadsUnsupported
 from deployments.http.errors import ModelNotFound
-from deployments.protocol import Thinking, Tool, ToolChoice
+from deployments.requests import Thinking, Tool, ToolChoice
 from engine.protocol import GrammarSpec, InvalidRequest
 from tests.deployments.http.anthropic.conftest import RULES, USER, body, parsed, request_of, tool
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from deployments.protocol import ChatRequest, Route, TextDelta, ToolCall
+from deployments.http.generation import TextDelta, ToolCall
+from deployments.requests import ChatRequest, Route
 from engine.processing.message import Message, image_sources
-from tests.deployments.http.conftest import FakeBackend, FakeGeneration
+from tests.deployments.http.conftest import FakeBackend, FakeGeneration, parts_of
 from tests.e2e.clients.questions import (
     CAPITAL,
     CAPITAL_QUESTION,
@@ -37,7 +38,7 @@ EMMA_JSON = EMMA.model_dump_json()
 RAW_TEXT = "and lived happily ever after."
 
 CHARS_PER_TOKEN = 5
-CALL_TOKENS = 8
+CALL_CHARS = 9
 
 
 class ScriptedBackend(FakeBackend):
@@ -59,6 +60,7 @@ class ScriptedBackend(FakeBackend):
         """Return to the state at the beginning; the server keeps its backend from test to test."""
         self.requests.clear()
         self.embeds.clear()
+        self.scores.clear()
         self.generations.clear()
         self.refusals.clear()
         self.failure = None
@@ -81,9 +83,14 @@ def script_of(request: ChatRequest) -> list[TextDelta]:
         return text_script(RAW_TEXT, request)
     thought = thought_script(request)
     if calls := calls_of(request):
-        deltas = [TextDelta("", CALL_TOKENS, tool_calls=(call,)) for call in calls]
-        return [*thought, *deltas, TextDelta("", 1, "tool_calls")]
+        return [*thought, *call_script(calls)]
     return [*thought, *text_script(answer_of(request), request)]
+
+
+def call_script(calls: Sequence[ToolCall]) -> list[TextDelta]:
+    """Return the deltas of calls, each in several parts."""
+    parts = [part for call in calls for part in parts_of(call, *range(0, len(call.arguments), CALL_CHARS))]
+    return [*(TextDelta("", 2, tool_calls=(part,)) for part in parts), TextDelta("", 1, "tool_calls")]
 
 
 def thought_script(request: ChatRequest) -> list[TextDelta]:

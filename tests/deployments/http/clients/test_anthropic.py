@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from deployments.protocol import Route, ToolChoice
+from deployments.requests import Route, ToolChoice
 from engine.processing.message import image_sources
 from engine.protocol import ContextLengthExceeded, EngineFailed, Unavailable
 from tests.e2e.clients.questions import (
@@ -56,7 +56,8 @@ def event_kinds(claude, question: str, **options: Any) -> list[str]:
 def test_events_of_thought_and_call_come_in_their_order(claude):
     kinds = event_kinds(claude, WEATHER_QUESTION, tools=TOOLS, thinking=THINKING)
     thought = ["thinking_delta"] * kinds.count("thinking_delta")
-    assert len(thought) > 1
+    arguments = ["input_json_delta"] * kinds.count("input_json_delta")
+    assert len(thought) > 1 and len(arguments) > 1
     assert kinds == [
         "message_start",
         "content_block_start",
@@ -64,7 +65,7 @@ def test_events_of_thought_and_call_come_in_their_order(claude):
         "signature_delta",
         "content_block_stop",
         "content_block_start",
-        "input_json_delta",
+        *arguments,
         "content_block_stop",
         "message_delta",
         "message_stop",

@@ -84,6 +84,18 @@ def test_a_text_is_embedded(base_url: str):
     assert answer.data[0]["embedding"] == [0.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("provider", "path"), [("hosted_vllm", "/v1"), ("jina_ai", "/v1"), ("cohere", ""), ("cohere", "/v2/rerank")]
+)
+def test_documents_are_reranked(base_url: str, provider: str, path: str):
+    import litellm
+
+    options = {**options_of(base_url, provider), "api_base": base_url + path}
+    answer: Any = litellm.rerank(query="which?", documents=["ab", "abcd", "abc"], top_n=2, **options)
+    assert [(one["index"], one["relevance_score"]) for one in answer.results] == [(1, 0.4), (2, 0.3)]
+    assert answer.results[0]["document"] == {"text": "abcd"}
+
+
 @PROVIDERS
 def test_an_unknown_model_and_a_bad_field_are_errors_of_their_own(base_url: str, provider: str):
     from litellm.exceptions import BadRequestError, NotFoundError

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from deployments.protocol import Route, ToolChoice
+from deployments.requests import Route, ToolChoice
 from engine.processing.message import image_sources
 from engine.protocol import EngineFailed
 from tests.deployments.http.clients.scripted import RAW_TEXT

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from deployments.protocol import Route, ToolChoice
+from deployments.requests import Route, ToolChoice
 from engine.processing.message import image_sources
 from engine.protocol import EngineFailed
 from tests.e2e.clients.questions import (
@@ -82,7 +82,7 @@ def test_a_tool_call_and_its_result_lead_to_an_answer(client, backend, streamed:
 def test_a_stored_response_with_two_calls_is_continued(client, backend, streamed: bool):
     import openai
 
-    first = respond(client, streamed, input=TWO_CITIES_QUESTION, tools=TOOLS)
+    first = respond(client, streamed, input=TWO_CITIES_QUESTION, tools=TOOLS, store=True)
     assert calls_of(first) == [(TOOL_NAME, {"city": city}) for city in TWO_CITIES]
     assert len({call.call_id for call in items(first, "function_call")}) == 2
     answer = respond(client, streamed, input=outputs(first), tools=TOOLS, previous_response_id=first.id)

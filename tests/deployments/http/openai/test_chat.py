@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from deployments.protocol import Route, TextDelta, Thinking, Tool, ToolCall, ToolChoice
+from deployments.http.generation import TextDelta, ToolCall
+from deployments.requests import Route, Thinking, Tool, ToolChoice
 from engine.protocol import EngineFailed, GrammarSpec
-from tests.deployments.http.conftest import assert_refused
+from tests.deployments.http.conftest import assert_refused, parts_of
 
 USER = {"role": "user", "content": "Hi"}
 IMAGE_URL = "data:image/png;base64,AA=="
@@ -372,7 +373,8 @@ def test_calls_and_thoughts_of_an_answer_have_their_own_fields(chat, backend):
     assert [choice["delta"] for choice in sent] == [
         {"reasoning_content": "Hm"},
         {"content": "Wait."},
-        {"tool_calls": [{"index": 0, **body}]},
+        {"tool_calls": [{"index": 0, **body, "function": {"name": "f", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"x": 1}'}}]},
         {},
     ]
     assert (sent[-1]["finish_reason"], done) == ("tool_calls", "[DONE]")
@@ -395,9 +397,32 @@ def test_a_call_of_a_custom_tool_has_its_text(chat, backend):
     assert chat(tools=tools).json()["choices"][0]["message"]["tool_calls"] == [custom, function]
     deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in sse(chat(tools=tools, stream=True))[1:-1]]
     assert [delta["tool_calls"] for delta in deltas if "tool_calls" in delta] == [
-        [{"index": 0, **custom}],
-        [{"index": 1, **function}],
+        [{"index": 0, **custom, "custom": {"name": "patch", "input": ""}}],
+        [{"index": 0, "custom": {"input": "a\nb"}}],
+        [{"index": 1, **function, "function": {"name": "f", "arguments": ""}}],
+        [{"index": 1, "function": {"arguments": "{}"}}],
     ]
+
+
+@pytest.mark.parametrize("is_cut_off", [False, True])
+def test_the_parts_of_a_call_are_sent_as_they_come(chat, backend, is_cut_off):
+    calls = [
+        ToolCall("call_1", "f", '{"x": "one\\ntwo"}'),
+        ToolCall("call_2", "patch", '{"input": "a\\n{\\"b\\"}"}'),
+    ]
+    parts = [*parts_of(calls[0], 1, 9), *parts_of(calls[1], 4, 12, 14, 15, is_cut_off=is_cut_off)]
+    finish = "length" if is_cut_off else "tool_calls"
+    backend.script = [*(TextDelta("", 1, tool_calls=(part,)) for part in parts), TextDelta("", 0, finish)]
+    first, second = chat(tools=[PATCH, TOOL]).json()["choices"][0]["message"]["tool_calls"]
+    assert first["function"]["arguments"] == calls[0].arguments
+    assert second["custom"]["input"] == ("a\n{" if is_cut_off else 'a\n{"b"}')
+    texts: dict[int, list[str]] = {0: [], 1: []}
+    for chunk in sse(chat(tools=[PATCH, TOOL], stream=True))[1:-1]:
+        for one in json.loads(chunk)["choices"][0]["delta"].get("tool_calls", ()):
+            assert ("id" in one) == (not texts[one["index"]])
+            texts[one["index"]].append(one["function"]["arguments"] if one["index"] == 0 else one["custom"]["input"])
+    assert texts[0] == ["", "{", '"x": "on', 'e\\ntwo"}']
+    assert "".join(texts[1]) == second["custom"]["input"] and texts[1][:3] == ["", "a", "\n"]
 
 
 def test_a_custom_tool_and_its_calls_reach_the_model_as_a_function(chat, backend):

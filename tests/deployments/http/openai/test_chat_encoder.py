@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.protocol import SpecPrefillReport, TextDelta, TextLogprobs
+from deployments.http.generation import TextDelta, TextLogprobs
+from deployments.requests import SpecPrefillReport
 from engine.protocol import EngineFailed
 
 HELLO = (TextLogprobs(b"Hel", -0.5, ((b"Hel", -0.5), (b"\xf0\x9f", -2.0))), TextLogprobs(b"lo", -0.25))

@@ -9,8 +9,9 @@ import httpx
 import openai
 import pytest
 
+from deployments.http.generation import PromptLogprobs, TextDelta, TextLogprobs
 from deployments.http.openai.completions_encoder import LogprobsEncoder, token_name
-from deployments.protocol import Route, TextDelta, TextLogprobs
+from deployments.requests import Route
 from engine.protocol import EngineFailed, InvalidRequest, Overloaded
 from tests.deployments.http.conftest import assert_refused
 
@@ -116,6 +117,59 @@ def test_echo_puts_the_prompt_in_front(complete):
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt[1]")
 
 
+WE = PromptLogprobs(b"W", (TextLogprobs(b"e", -1.5, ((b"a", -0.25),)),))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs_gives_those_of_the_prompt_too(complete, backend, stream):
+    backend.script = [TextDelta("Hello", 2, "stop", logprobs=HELLO[:1], prompt_logprobs=WE)]
+    answer = complete(echo=True, logprobs=1, prompt="We", stream=stream)
+    choices = [chunk["choices"][0] for chunk in chunks_of(answer)] if stream else answer.json()["choices"]
+    [names, said, tops, offsets] = [
+        [entry for choice in choices for entry in choice["logprobs"][field]]
+        for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    ]
+    assert "".join(choice["text"] for choice in choices) == "WeHello"
+    assert (names, said, offsets) == (["W", "e", "Hel"], [None, -1.5, -0.5], [0, 1, 2])
+    assert tops[:2] == [None, {"a": -0.25, "e": -1.5}]
+    request = backend.requests[0][0]
+    assert (request.prompt_logprobs, request.logprobs, request.max_tokens) == (1, 1, 16)
+    complete(logprobs=1)
+    assert backend.requests[-1][0].prompt_logprobs is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_choice_of_a_prompt_has_its_logprobs(complete, backend, stream):
+    backend.script = [
+        TextDelta("x", 1, "stop", logprobs=HELLO[:1], prompt_logprobs=WE),
+        TextDelta("y", 1, "stop", index=1, logprobs=HELLO[:1]),
+    ]
+    answer = complete(echo=True, logprobs=0, prompt=["We", "We"], n=2, stream=stream)
+    choices = (
+        [choice for chunk in chunks_of(answer) for choice in chunk["choices"]] if stream else answer.json()["choices"]
+    )
+    for index, text in enumerate(["Wex", "Wey"] * 2):
+        own = [choice for choice in choices if choice["index"] == index]
+        assert "".join(choice["text"] for choice in own) == text
+        assert [entry for choice in own for entry in choice["logprobs"]["token_logprobs"]] == [None, -1.5, -0.5]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_with_echo_an_answer_may_have_no_tokens(complete, backend, stream, logprobs):
+    prompt = None if logprobs is None else WE
+    backend.script = [TextDelta("x", 1, "stop", logprobs=HELLO[:1] if logprobs else (), prompt_logprobs=prompt)]
+    fields = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answer = complete(echo=True, max_tokens=0, prompt="We", logprobs=logprobs, **fields)
+    bodies = chunks_of(answer) if stream else [answer.json()]
+    choices = [choice for body in bodies for choice in body["choices"]]
+    assert "".join(choice["text"] for choice in choices) == "We"
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
+    assert bodies[-1]["usage"]["completion_tokens"] == 0
+    said = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["token_logprobs"]]
+    assert said == ([] if logprobs is None else [None, -1.5])
+
+
 def test_logprobs_are_written_in_the_legacy_form(complete, backend):
     backend.script = [TextDelta("Hello", 2, "stop", logprobs=HELLO)]
     expected = {
@@ -169,7 +223,9 @@ def test_sampling_fields_of_completions_mean_the_same_as_in_chat(complete, backe
         ({"best_of": 2}, "best_of", ["2", "1"]),
         ({"n": 2, "best_of": 3}, "best_of", ["3", "2"]),
         ({"suffix": "x"}, "suffix", ['"x"', "not supported"]),
-        ({"echo": True, "logprobs": 0}, "echo", ["logprobs"]),
+        ({"echo": False, "max_tokens": 0}, "max_tokens", ["echo"]),
+        ({"echo": True, "max_tokens": 0, "min_tokens": 3}, "min_tokens", ["3", "0"]),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", ["echo", "logprobs"]),
         ({"logprobs": 6}, "logprobs", ["6", "5"]),
         ({"logprobs": True}, "logprobs", ["true"]),
         ({"stream_options": {"include_usage": True}}, "stream_options", ["stream"]),

@@ -12,9 +12,9 @@ import numpy as np
 import openai
 import pytest
 
-from deployments.embedding import embed_all
+from deployments.dispatch.embedding import embed_all
 from deployments.http.openai.embeddings import embeddings_body
-from deployments.protocol import ChatRequest, Embeddings, EmbedRequest
+from deployments.requests import ChatRequest, Embeddings, EmbedRequest
 from engine.protocol import EngineFailed, InvalidRequest
 from tests.deployments.http.conftest import assert_refused
 
@@ -62,7 +62,7 @@ def test_base64_is_little_endian_float32(embed):
 def test_embedding_values_in_json_are_exact_in_float32():
     vector = np.random.default_rng(0).normal(size=300).astype("<f4")
     vector[:3] = 1e-38, -0.0, 1 / 3
-    body = json.loads(asyncio.run(embeddings_body([vector.tobytes()], False, "m", 1)))
+    body = json.loads(asyncio.run(embeddings_body(Embeddings((vector.tobytes(),), 1), False, "m")))
     assert np.array_equal(np.array(body["data"][0]["embedding"], np.float32), vector)
 
 

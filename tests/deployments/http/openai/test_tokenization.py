@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.protocol import Route
+from deployments.requests import Route
 
 USER = {"role": "user", "content": "Hi"}
 

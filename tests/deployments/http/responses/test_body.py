@@ -7,7 +7,7 @@ import pytest
 from deployments.http.errors import ModelNotFound
 from deployments.http.parsed_request import ReadingRules
 from deployments.http.request_reader import read_request
-from deployments.protocol import Thinking, ToolChoice
+from deployments.requests import Thinking, ToolChoice
 from engine.protocol import GrammarSpec, InvalidRequest
 from tests.deployments.http.responses.conftest import RULES, parse
 
@@ -148,6 +148,6 @@ def test_echo_of_a_packed_request_survives_pickling():
     assert pickle.loads(pickle.dumps(parsed.packed())).echo == parsed.echo  # noqa: S301 we made it
 
 
-def test_response_with_store_false_keeps_no_items():
+def test_items_are_kept_for_a_response_that_is_stored():
     assert parse(store=False).echo.items == b"[]"
-    assert b"Hi" in parse().echo.items
+    assert b"Hi" in parse(store=True).echo.items

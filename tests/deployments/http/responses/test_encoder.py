@@ -14,18 +14,20 @@ from pydantic import TypeAdapter
 
 from deployments.http.answer import Answer
 from deployments.http.errors import Failure
+from deployments.http.generation import TextDelta, ToolCall
 from deployments.http.responses.encoder import ResponsesEncoder
 from deployments.http.responses.sealed import Unsealer
-from deployments.protocol import TextDelta, ToolCall
 from engine.protocol import ContextLengthExceeded, EngineFailed, Overloaded
-from tests.deployments.http.conftest import FakeGeneration
+from tests.deployments.http.conftest import FakeGeneration, parts_of
 from tests.deployments.http.responses.conftest import events_of, parse
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 CALL = ToolCall("call_" + "0" * 24, "agents.wait", '{"ms": 1}')
+PATCH = ToolCall("call_3", "patch", '{"input": "two \\"lines\\"\\nof}"}')
 TOOLS = [
     {"type": "namespace", "name": "agents", "description": "d", "tools": [{"type": "function", "name": "wait"}]},
     {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": True},
+    {"type": "custom", "name": "patch"},
 ]
 
 
@@ -170,11 +172,12 @@ def test_an_empty_answer_has_an_empty_message():
 def answers(draw: st.DrawFn) -> tuple[list[TextDelta], TextDelta]:
     """An answer in pieces, and the same in one."""
     reasoning, text = draw(st.text(max_size=8)), draw(st.text(max_size=8))
-    calls = (CALL, ToolCall("call_2", "weather", "{}"))[: draw(st.integers(0, 2))]
+    calls = (CALL, ToolCall("call_2", "weather", "{}"), PATCH)[: draw(st.integers(0, 3))]
     finish = draw(st.sampled_from(["stop", "length", "tool_calls"]))
     deltas = [TextDelta("", 1, reasoning=piece) for piece in pieces(draw, reasoning)]
     deltas += [TextDelta(piece, 1) for piece in pieces(draw, text)]
-    deltas += [TextDelta("", 1, tool_calls=(call,)) for call in calls]
+    parts = [part for call in calls for part in parts_of(call, *draw(st.lists(st.integers(0, 9), max_size=3)))]
+    deltas += [TextDelta("", 1, tool_calls=(part,)) for part in parts]
     joined = TextDelta(text, len(deltas) + 1, finish, reasoning=reasoning, tool_calls=calls)
     return [*deltas, TextDelta("", 1, finish)], joined
 
@@ -199,7 +202,10 @@ def test_events_of_an_answer_add_up_to_the_whole_one_for_any_split(answer):
             texts[event["output_index"]] = texts.get(event["output_index"], "") + event["delta"]
     assert list(items.values()) == events[-1]["response"]["output"]
     for index, item in items.items():
-        said = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        if item["type"] == "custom_tool_call":
+            said = item["input"]
+        else:
+            said = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
         assert texts.get(index, "") == said
 
 
@@ -268,3 +274,16 @@ def test_errors_before_the_first_token_have_their_http_status_and_error_code(res
     assert (response.status_code, response.headers["retry-after"]) == (429, "2")
     backend.start_script = [ContextLengthExceeded(10, 5, 12)]
     assert respond().json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(("call", "border"), [(CALL, 5), (PATCH, 17), (CALL, 0)])
+def test_a_call_that_is_cut_off_is_an_incomplete_item(call: ToolCall, border: int):
+    parts = parts_of(call, border, is_cut_off=True)
+    deltas = [TextDelta("", 1, tool_calls=(part,)) for part in parts] + [TextDelta("", 0, "length")]
+    events = stream_of(deltas)
+    [item] = events[-1]["response"]["output"]
+    assert untimed(events[-1]["response"]) == untimed(body_of(deltas))
+    assert events[-2]["item"] == item and item["status"] == "incomplete"
+    said = item["input"] if call is PATCH else item["arguments"]
+    assert said == ('two "' if call is PATCH else call.arguments[:border])
+    assert "".join(event["delta"] for event in events if "delta" in event) == said

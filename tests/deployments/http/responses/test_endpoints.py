@@ -11,7 +11,8 @@ import pytest
 from openai.types.responses import Response, ResponseItem
 from pydantic import TypeAdapter
 
-from deployments.protocol import Route, TextDelta, ToolCall
+from deployments.http.generation import TextDelta, ToolCall
+from deployments.requests import Route
 from tests.deployments.http.conftest import Connection
 from tests.deployments.http.responses.conftest import events_of
 
@@ -21,7 +22,7 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
 
 @pytest.fixture
 def app(make_app: Callable[..., Any]) -> Any:
-    return make_app()
+    return make_app(store_responses="all")
 
 
 def messages_of(backend: Any) -> list[Any]:
@@ -82,7 +83,7 @@ def test_large_conversation_goes_on_from_a_stored_response(app, respond, backend
 
 
 def test_a_conversation_beyond_the_limit_of_a_body_is_refused(make_app, respond):
-    app = make_app(max_body_bytes=20_000)
+    app = make_app(store_responses="all", max_body_bytes=20_000)
     first = respond(app, input="a" * 15_000).json()
     refused = respond(app, input="b" * 15_000, previous_response_id=first["id"])
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
@@ -103,11 +104,37 @@ def test_a_response_that_was_not_to_be_stored_is_not_found(app, respond, send):
         assert_not_found(send("GET", f"/v1/responses/{response['id']}", app=app), response["id"])
 
 
-def test_response_of_a_server_without_a_store_has_store_false(make_app, respond, send):
-    app = make_app(stored_responses_max=0)
-    response = respond(app).json()
-    assert response["store"] is False
-    assert_not_found(send("GET", f"/v1/responses/{response['id']}", app=app), response["id"])
+@pytest.mark.parametrize(
+    ("policy", "asked", "is_stored"),
+    [
+        *(("off", asked, False) for asked in (None, True, False)),
+        *(("asked", asked, bool(asked)) for asked in (None, True, False)),
+        *(("all", asked, asked is not False) for asked in (None, True, False)),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_is_stored_as_the_server_and_its_request_say(
+    make_app, respond, send, policy: str, asked: bool | None, is_stored: bool, stream: bool
+):
+    app = make_app(store_responses=policy)
+    sent = respond(app, stream=stream, **({} if asked is None else {"store": asked}))
+    response = events_of(sent.text)[-1]["response"] if stream else sent.json()
+    found = send("GET", f"/v1/responses/{response['id']}", app=app)
+
+    assert response["store"] is is_stored
+    assert sent.headers.get("x-orchard-ignored") == ("store" if policy == "off" and asked else None)
+    if is_stored:
+        assert found.json()["id"] == response["id"]
+    else:
+        assert_not_found(found, response["id"])
+
+
+def test_a_response_that_continues_a_stored_one_is_stored(make_app, respond):
+    app = make_app()
+    first = respond(app, store=True).json()
+    second = respond(app, previous_response_id=first["id"]).json()
+    assert second["store"] is True
+    assert respond(app, previous_response_id=second["id"], store=False).json()["store"] is False
 
 
 def test_references_stand_for_stored_items(app, respond, send, backend):
@@ -123,7 +150,7 @@ def test_references_stand_for_stored_items(app, respond, send, backend):
 
 
 def test_references_cannot_expand_an_input_beyond_the_body_limit(make_app, respond):
-    app = make_app(max_body_bytes=20_000)
+    app = make_app(store_responses="all", max_body_bytes=20_000)
     first = respond(app, input="a" * 10_000).json()
     reference = {"type": "item_reference", "id": f"msg_{first['id'].removeprefix('resp_')}i0"}
     assert respond(app, input=[reference]).status_code == 200
@@ -200,7 +227,10 @@ def test_response_is_found_only_with_the_api_key_that_created_it(make_app, respo
     file = tmp_path / "keys.json"
     file.touch(0o600)
     file.write_text(json.dumps([{"hash": hash, "name": name} for name, hash in hashes.items()]))
-    app = make_app(**({"api_keys": list(hashes.values())} if place == "api_keys" else {"api_keys_file": str(file)}))
+    app = make_app(
+        store_responses="all",
+        **({"api_keys": list(hashes.values())} if place == "api_keys" else {"api_keys_file": str(file)}),
+    )
     one, two = ({"Authorization": f"Bearer {key}"} for key in hashes)
     response = respond(app, headers=one).json()
     path = f"/v1/responses/{response['id']}"
@@ -267,19 +297,13 @@ def noting(send: Any, begun: asyncio.Event) -> Any:
     return send_and_note
 
 
-def test_response_unknown_to_this_node_is_cancelled_through_the_backend(app, send, backend):
-    asked = []
-
+def test_a_response_that_no_ingress_has_is_not_cancelled(app, send, backend):
     async def cancel(id: str) -> bool:
-        asked.append(id)
-        return True
+        raise AssertionError(f"{id} was looked for")
 
     backend.cancel = cancel
-    response = send("POST", f"/v1/responses/{UNKNOWN}/cancel", app=app)
-    Response.model_validate(response.json())
-    assert (response.json()["id"], response.json()["status"]) == (UNKNOWN, "cancelled")
-    assert_not_found(send("POST", "/v1/responses/chatcmpl-1/cancel", app=app), "chatcmpl-1")
-    assert asked == [UNKNOWN]
+    for id in (UNKNOWN, "chatcmpl-1"):
+        assert_not_found(send("POST", f"/v1/responses/{id}/cancel", app=app), id)
 
 
 def test_cancelling_a_complete_response_changes_nothing(app, respond, send):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.protocol import Tool, ToolChoice
+from deployments.requests import Tool, ToolChoice
 from engine.protocol import InvalidRequest
 from tests.deployments.http.responses.conftest import parse
 

@@ -1,0 +1,44 @@
+"""Embeddings in any dialect: their computation for a request, and the numbers of their vectors as JSON."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from deployments.http.context import HttpContext
+from deployments.requests import ChatRequest, Embeddings, EmbedRequest, ScoreRequest
+
+T = TypeVar("T", EmbedRequest, ScoreRequest)
+
+MAX_PARALLEL = 4
+"""Inputs of one request that are in the engines at once, enough to keep an engine busy."""
+
+
+def completed(context: HttpContext, wanted: T, whole: ChatRequest) -> T:
+    """Return a request as it is computed.
+
+    Args:
+        context: The HTTP API, which limits the prompts that are computed at once.
+        wanted: What the body says.
+        whole: The request as `HttpContext.read` returns it, with id and client.
+    """
+    num_parallel = min(wanted.num_prompts, MAX_PARALLEL, context.backend.in_flight.max_choices)
+    return replace(wanted, request_id=whole.request_id, client=whole.client, num_parallel=num_parallel)
+
+
+async def embed(context: HttpContext, wanted: EmbedRequest) -> Embeddings:
+    """Compute the embeddings of a request. Raises OrchardError."""
+    await context.check_ready()
+    return await context.backend.embed(wanted)
+
+
+async def arrays(vectors: Sequence[bytes]) -> AsyncIterator[bytes]:
+    """Yield each vector of little-endian float32 as a JSON array, with nine digits, exact for float32.
+
+    Yields to the event loop in between, as millions of numbers take a second.
+    """
+    for vector in vectors:
+        yield ("[" + ", ".join([f"{value:.9g}" for value in np.frombuffer(vector, "<f4").tolist()]) + "]").encode()
+        await asyncio.sleep(0)
