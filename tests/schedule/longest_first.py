@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 from tests.schedule.groups import group_of
 
@@ -19,3 +20,21 @@ class LongestFirstScheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Give the tests of a process that ended to the others, without the one in which it ended; return that one.
+
+        LoadScopeScheduling would run that test in one process after the other until none may start anymore.
+        """
+        crashed = None
+        for group, tests in self.assigned_work.pop(node).items():
+            if crashed is None:
+                crashed = next((test for test, is_done in tests.items() if not is_done), None)
+                if crashed is not None:
+                    tests[crashed] = True
+            if not all(tests.values()):
+                self.workqueue[group] = tests
+        if crashed is not None:
+            for other in self.assigned_work:
+                self._reschedule(other)
+        return crashed
