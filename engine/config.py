@@ -329,7 +329,9 @@ class EngineConfig(Frozen):
         "off: none; a mapping: always up to these limits",
     )
     mtp_head: str | None = Field(
-        default=None, description="directory or hub repository of a split MTP head; null: the checkpoint's own"
+        default=None,
+        description="directory or hub repository of an MTP head (split off, or the original checkpoint) or an EAGLE-3 "
+        "head; null: the checkpoint's own MTP head",
     )
     mtp_exact: Annotated[MTPExact, BooleanToOnOff] = Field(
         default="auto",

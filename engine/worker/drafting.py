@@ -2,17 +2,13 @@
 
 from collections.abc import Sequence
 
-import mlx.core as mx
-import numpy as np
-from mlx_vlm.models.cache import ArraysCache
-
 from engine.config import DraftLimits, EngineConfig
 from engine.core.batch import Drafts, Proposer
 from engine.worker.draft_model import DraftModel
-from engine.worker.kv_cache import BatchCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import DraftHead
-from engine.worker.recurrent_layer import BatchRecurrentLayer, NotRewindable
+from engine.worker.recurrent_layer import BatchRecurrentLayer
+from engine.worker.rewind import is_recurrent, rewind_unsupported_reason
 
 MTP_LENGTHS = (1, 2, 3)
 """Draft tokens per row that `auto` chooses from. Heads are trained for one to two tokens ahead; a fourth is rarely
@@ -59,30 +55,6 @@ def drafts_offered(
 def most_draft_tokens(drafts: Sequence[Drafts]) -> int:
     """Return the most draft tokens of any way to draft; 0 without one."""
     return max((one.num_tokens for one in drafts), default=0)
-
-
-def is_recurrent(language_model: LanguageModel) -> bool:
-    """Return whether any layer has a recurrent state."""
-    return any(isinstance(layer, ArraysCache) for layer in language_model.make_cache())
-
-
-def rewind_unsupported_reason(language_model: LanguageModel) -> str | None:
-    """Return why rejected drafts cannot be taken back, None if they can.
-
-    A recurrent family must update its states through the cache's methods, which record what a return needs. Whether it
-    does is seen by building, but not computing, a forward of two tokens.
-    """
-    if not is_recurrent(language_model):
-        return None
-    row = language_model.make_cache()
-    one, two = np.zeros((3, 1, 1), np.int32), mx.array([[1, 2]], mx.int32)
-    language_model.extend(mx.zeros((1, 1), mx.int32), None, row, one, launch=False)
-    cache = BatchCache.of(row, as_offset=not language_model.explicit_positions)
-    try:
-        language_model.decode(mx.zeros((1, 2), mx.int32), cache.at(mx.array([1], mx.int32), 3, record=True), two)
-    except NotRewindable:
-        return "this family overwrites its recurrent states, so rejected drafts cannot be taken back"
-    return None
 
 
 def _lengths(mode: str | DraftLimits, auto: Sequence[int]) -> Sequence[int]:

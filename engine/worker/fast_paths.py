@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from engine.worker import mtp_loader
-from engine.worker.drafting import rewind_unsupported_reason
 from engine.worker.language_model import LanguageModel
+from engine.worker.rewind import rewind_unsupported_reason
 from engine.worker.snapshot import prefix_unsupported_reason, unsupported_reason
 
 NO_POSITIONS = "this model does not accept explicit positions"

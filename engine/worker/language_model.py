@@ -12,6 +12,7 @@ from mlx_vlm.models.cache import CacheList, make_prompt_cache
 from engine.config import MTPExact
 from engine.worker import quantized_kv
 from engine.worker.kv_cache import SequenceCache
+from engine.worker.layer_outputs import LayerOutputs
 from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCache
 
 
@@ -113,6 +114,7 @@ class LanguageModel:
         exact: `mtp_exact` of the configuration.
         kv_bits: `kv_cache.bits` of the configuration.
         has_head: Whether hidden states are returned for an MTP head; with explicit positions they always are.
+        layer_outputs: What a head reads instead of the hidden states after the last norm; None for these.
     """
 
     def __init__(
@@ -121,11 +123,13 @@ class LanguageModel:
         exact: MTPExact = "auto",
         kv_bits: int = UNQUANTIZED_BITS,
         has_head: bool = False,
+        layer_outputs: LayerOutputs | None = None,
     ):
         self.lm = language_model
         self.kv_bits = kv_bits
         self.exact: MTPExact = exact
-        self._has_head = has_head
+        self._has_head = has_head and layer_outputs is None
+        self._layer_outputs = layer_outputs
         self._returns_hidden = hasattr(language_model, "speculative_logits_from_hidden")
 
     @cached_property
@@ -142,7 +146,11 @@ class LanguageModel:
 
     @property
     def has_exact_verifier(self) -> bool:
-        return self._wants_hidden and self._returns_hidden
+        return self._wants_hidden and self._returns_hidden and self._layer_outputs is None
+
+    def _read(self, hidden: mx.array | None = None) -> mx.array | None:
+        """Return what a head reads of the last forward, whose hidden states after the last norm are given."""
+        return hidden if self._layer_outputs is None else self._layer_outputs.take()
 
     @property
     def _wants_hidden(self) -> bool:
@@ -231,16 +239,17 @@ class LanguageModel:
             positions: int32 [B, L], logical.
 
         Returns:
-            Logits [B, L, vocab], and hidden states [B, L, hidden] after the last norm; None without a head or explicit
-            positions.
+            Logits [B, L, vocab], and what a head reads: hidden states [B, L, hidden] after the last norm, or the
+            outputs of several layers; None without a head or explicit positions.
         """
         if not self._wants_hidden:
-            return self.lm(token_ids, cache=self._nested(cache), **self._flat(positions)).logits, None
+            logits = self.lm(token_ids, cache=self._nested(cache), **self._flat(positions)).logits
+            return logits, self._read()
         if token_ids.shape[1] > 1 and self.verifies_exactly(token_ids.shape[0]):
             hidden = self._hidden(token_ids, cache, positions, speculative_verify=True)
             return self.lm.speculative_logits_from_hidden(hidden), hidden
-        hidden = self.states(token_ids, cache, positions)
-        return self.logits(hidden), hidden
+        hidden = self._states(token_ids, cache, positions)
+        return self.logits(hidden), self._read(hidden)
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Apply the output layer: [B, L, hidden] -> [B, L, vocab], in one product for all rows and tokens."""
@@ -273,8 +282,13 @@ class LanguageModel:
             launch: Whether to compute; otherwise the cache only has the shapes that it would have.
 
         Returns:
-            The hidden states [B, L, hidden], None if the model returns none.
+            What a head reads, see `decode`; None without a head or explicit positions.
         """
+        return self._read(self._extend(token_ids, chunk, cache, positions, launch))
+
+    def _extend(
+        self, token_ids: mx.array, chunk: ImageChunk | None, cache: list, positions: np.ndarray, launch: bool
+    ) -> mx.array | None:
         images = {} if chunk is None else chunk.arguments()
         if not self._wants_hidden:
             self.lm(  # lazy: only the cache is ever evaluated
@@ -282,7 +296,7 @@ class LanguageModel:
             )
             hidden = None
         elif not self.explicit_positions:
-            hidden = self.states(token_ids, cache, positions)
+            hidden = self._states(token_ids, cache, positions)
         else:
             hidden = self._hidden(token_ids, cache, mx.array(positions), **images)
         if launch:
@@ -311,17 +325,22 @@ class LanguageModel:
             Logits [E, 1, vocab] of the selected positions, and the hidden states of `extend`; both lazy.
         """
         if self._wants_hidden:
-            hidden = self.extend(token_ids, chunk, cache, positions, launch=False)
+            hidden = self._extend(token_ids, chunk, cache, positions, launch=False)
             assert hidden is not None
-            return self.logits(select(hidden)), hidden
+            return self.logits(select(hidden)), self._read(hidden)
         if self.selects_positions:
             images = {} if chunk is None else chunk.arguments()
-            return self._selected_logits(token_ids, cache, select, images | self._flat(positions)), None
+            logits = self._selected_logits(token_ids, cache, select, images | self._flat(positions))
+            return logits, self._read()
+        before = None
         if token_ids.shape[1] > 1:
-            self.extend(token_ids[:, :-1], None if chunk is None else chunk.but_last(), cache, positions[..., :-1])
+            but_last = None if chunk is None else chunk.but_last()
+            before = self.extend(token_ids[:, :-1], but_last, cache, positions[..., :-1])
         last: dict[str, Any] = {} if chunk is None else {"inputs_embeds": chunk.embeds[:, -1:]}
         last |= self._flat(positions[..., -1:])
-        return self.lm(token_ids[:, -1:], cache=self._nested(cache), **last).logits[:, -1:], None
+        logits = self.lm(token_ids[:, -1:], cache=self._nested(cache), **last).logits[:, -1:]
+        read = self._read()
+        return logits, read if before is None or read is None else mx.concatenate([before, read], axis=1)
 
     def extend_with_logits(
         self, token_ids: mx.array, cache: list, positions: np.ndarray
@@ -337,10 +356,11 @@ class LanguageModel:
             Logits [1, L, vocab], and the hidden states of `extend`; both lazy.
         """
         if not self._wants_hidden:
-            return self.lm(token_ids, cache=self._nested(cache), **self._flat(positions)).logits, None
-        hidden = self.extend(token_ids, None, cache, positions, launch=False)
+            logits = self.lm(token_ids, cache=self._nested(cache), **self._flat(positions)).logits
+            return logits, self._read()
+        hidden = self._extend(token_ids, None, cache, positions, launch=False)
         assert hidden is not None
-        return self.logits(hidden), hidden
+        return self.logits(hidden), self._read(hidden)
 
     @cached_property
     def selects_positions(self) -> bool:
@@ -364,6 +384,11 @@ class LanguageModel:
 
         The hidden states are lazy. Takes no images. Requires that `states_unsupported_reason` returns None.
         """
+        hidden = self._states(token_ids, cache, positions)
+        self._read()  # nobody reads them
+        return hidden
+
+    def _states(self, token_ids: mx.array, cache: list, positions: np.ndarray | mx.array) -> mx.array:
         if self.explicit_positions:
             return self._hidden(token_ids, cache, mx.array(positions))
         return self.lm.model(token_ids, cache=self._nested(cache), **self._flat(positions))

@@ -36,14 +36,14 @@ from engine.start_phase import StartPhase
 from engine.worker import mtp_loader
 from engine.worker.config_fields import check_fields
 from engine.worker.draft_model import draft_unsupported_reason
-from engine.worker.drafting import rewind_unsupported_reason
 from engine.worker.expanded_weights import Expansion, expand
 from engine.worker.family import bidirectional_reason, unknown_reason, unsupported_reason
 from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import MTPHead
-from engine.worker.patches import gated_delta_next, metal_on_cpu
+from engine.worker.patches import families, gated_delta_next, metal_on_cpu
 from engine.worker.patches.bare_names import bare_names
 from engine.worker.refused_families import REFUSED
+from engine.worker.rewind import rewind_unsupported_reason
 from engine.worker.rope import check_scaling, fix_long_factors
 
 log = logging.getLogger("orchard.engine")
@@ -100,6 +100,7 @@ def open_model(config: EngineConfig) -> OpenedModel:
         EngineFailed: The model cannot be loaded or served; the message has the reason.
     """
     use_device(config.device)
+    families.correct()
     own_config = open_config(config)
     path = resolve_checkpoint(config.model, config.revision, weights=True)
     max_context_tokens, num_tokens = choose_context(config, own_config), vocab_size(own_config)
@@ -213,13 +214,13 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
 
         opened = open_model(config)
         module, path, head_dir, dtype = opened.module, opened.path, opened.head_dir, opened.dtype
-        head = _load_head(config, head_dir, module, dtype)
+        head = _load_head(config, opened)
         draft_model = config.draft_model
         draft, draft_dir = (None, None) if draft_model is None else _open_draft(config, draft_model, opened)
         num_bytes = _read_weights([one for one in (module, head, draft) if one is not None], report)
     module.eval()
     if head is not None:
-        mtp_loader.check_values(head)
+        mtp_loader.check_values(head, opened.config)
         check_kv_bits(config.kv_cache.bits, module, head)
     log.info("loaded %s: %.1f MB of weights, %s, on %s", path, num_bytes / 1e6, dtype, mx.default_device())
     log.info("quantized weights: %s", opened.expansion.text)
@@ -383,15 +384,15 @@ def cast(module: nn.Module, dtype: mx.Dtype | None) -> None:
     module.update(tree_unflatten(weights))
 
 
-def _load_head(config: EngineConfig, head_dir: Path | None, module: Any, dtype: str) -> Any | None:
+def _load_head(config: EngineConfig, opened: OpenedModel) -> Any | None:
     """Load the head in the dtype that the model computes in; a quantized one by the rule for quantized models."""
-    if head_dir is None:
+    if opened.head_dir is None:
         return None
-    head = mtp_loader.load_head(head_dir, module.language_model)
+    head: Any = mtp_loader.load_head(opened.head_dir, opened.config, opened.module.language_model)
     quantized = mtp_loader.is_quantized(head)
-    cast(head, choose_dtype(config.dtype, {"quantization": {}}) if quantized else DTYPES[dtype])
+    cast(head, choose_dtype(config.dtype, {"quantization": {}}) if quantized else DTYPES[opened.dtype])
     if quantized:
-        log.info("quantized weights of the MTP head: %s", expand_weights(config, head, dtype).text)
+        log.info("quantized weights of the MTP head: %s", expand_weights(config, head, opened.dtype).text)
     return head
 
 

@@ -149,8 +149,9 @@ def check_each(models: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def _memory(config: EngineConfig, opened: loader.OpenedModel, row: RowBytes) -> Iterator[str]:
-    head = None if opened.head_dir is None else mtp_loader.load_head(opened.head_dir, opened.module.language_model)
-    modules = [opened.module] if head is None else [opened.module, head]
+    modules: list[Any] = [opened.module]
+    if opened.head_dir is not None:
+        modules.append(mtp_loader.load_head(opened.head_dir, opened.config, opened.module.language_model))
     weights = sum(array.nbytes for module in modules for _, array in loader.weights_of(module))
     limit, _ = limit_and_headroom(config.memory, memory.default_limit_bytes())
     yield f"weights          {_gb(weights)}"

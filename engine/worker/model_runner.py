@@ -95,8 +95,13 @@ class MLXRunner:
         self._device_lock = device_lock
         patches.install(decodes=True)
         self._model = model
+        head = model.mtp_head
         self._language_model = LanguageModel(
-            model.module.language_model, config.mtp_exact, config.kv_cache.bits, has_head=model.mtp_head is not None
+            model.module.language_model,
+            config.mtp_exact,
+            config.kv_cache.bits,
+            has_head=head is not None,
+            layer_outputs=None if head is None else head.layer_outputs,
         )
         if config.mtp_exact == "on" and not self._language_model.has_exact_verifier:
             family = model.config.get("model_type")

@@ -1,4 +1,4 @@
-"""The MTP head: one decoder layer that predicts the token after the next from the target's hidden states.
+"""The MTP head: a decoder layer that predicts the token after the next from the target's hidden states.
 
 It reads pairs (token x[p+1], hidden state h[p]) for p = 0, 1, 2, ... and needs all of them: a head that has not read
 the prompt cannot copy from it. It reads prompts chunk by chunk with their prefill. Pairs from decoding wait in a
@@ -7,17 +7,17 @@ the prompt cannot copy from it. It reads prompts chunk by chunk with their prefi
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.base import create_attention_mask
 from mlx_vlm.models.cache import KVCache
 
+from engine.worker.heads.head import Head
 from engine.worker.kv_cache import BatchCache, SequenceCache
 from engine.worker.language_model import LanguageModel
-from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCache
+from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCache, formats
 
 CATCH_UP_TOKENS = 128  # pairs per forward when the head catches up
 MAX_PENDING = 128  # pending pairs per row: hidden states take as much memory as an attention layer's keys and values
@@ -40,43 +40,54 @@ class DraftHead(Protocol):
 
 
 class MTPHead:
-    """The MTP head, which shares embedding and output layer with the target. Implements DraftHead.
-
-    `module` is mlx_vlm's Qwen3_5MTPDraftModel.
-    """
+    """The MTP head or the EAGLE-3 head. Implements DraftHead."""
 
     lead = 0
-    as_offset = False
 
-    def __init__(self, module: Any, language_model: LanguageModel):
-        self._module = module
+    def __init__(self, head: Head, language_model: LanguageModel):
+        self.as_offset = head.as_offset
+        self._head = head
         self._language_model = language_model
 
     def make_cache(self) -> SequenceCache:
-        """Return an empty cache for one row, with arrays of 0 slots: a prompt of one token has no first pair."""
-        return [self._empty(layer.self_attn) for layer in self._module.layers]
+        """Return an empty cache for one row, with arrays of 0 slots: a prompt of one token has no first pair.
 
-    def _empty(self, attention: Any) -> KVCache:
-        shape = (1, attention.num_key_value_heads, 0, attention.head_dim)
-        none = mx.zeros(shape, attention.k_norm.weight.dtype)
-        if self._language_model.kv_bits == UNQUANTIZED_BITS:
-            cache = KVCache()
-            cache.keys = cache.values = none
-        else:
-            cache = QuantizedKVCache(KVFormat.of(none, none, self._language_model.kv_bits))
-            cache.keys, cache.values = cache.kv_format.zeros(0)
-        return cache
+        Raises:
+            ValueError: Keys and values cannot be stored with `kv_cache.bits`.
+        """
+        caches: SequenceCache = []
+        for kv_format, keys, values in self._empty_layers:
+            caches.append(KVCache() if kv_format is None else QuantizedKVCache(kv_format))
+            caches[-1].keys, caches[-1].values = keys, values
+        return caches
+
+    @cached_property
+    def _empty_layers(self) -> list[tuple[KVFormat | None, mx.array, mx.array]]:
+        """Format, keys and values of each layer without a token, shaped like those of one that is not computed."""
+        cache, token = self._head.make_cache(), mx.zeros((1, 1), mx.int32)
+        embeds = self._embed(token)
+        self._head.states(embeds, mx.zeros((1, 1, self._head.hidden_size), embeds.dtype), cache, token)
+        bits = self._language_model.kv_bits
+        kv_formats = [None] * len(cache) if bits == UNQUANTIZED_BITS else formats(cache, bits)
+        none = [(_no_slots_of(layer.keys), _no_slots_of(layer.values)) for layer in cache]
+        pairs = zip(kv_formats, none, strict=True)
+        return [(one, *(arrays if one is None else one.zeros(0))) for one, arrays in pairs]
 
     def begin(self, first_token_id: int, cache: SequenceCache) -> None:
         """Do nothing: the head does not read the first token of a prompt."""
 
     def read(self, hidden: mx.array | None, token_ids: mx.array) -> mx.array | None:
-        """Return the target's hidden states [B, L, hidden] of these tokens, which the head reads."""
+        """Return what LanguageModel has returned for the head to read, [B, L, width]."""
         return hidden
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Apply the target's output layer: [B, L, hidden] -> [B, L, vocab]."""
-        return self._language_model.logits(hidden)
+        """Apply the head's output layer or the target's: [B, L, hidden] -> [B, L, vocab]."""
+        own = self._head.logits(hidden)
+        return self._language_model.logits(hidden) if own is None else own
+
+    def _embed(self, token_ids: mx.array) -> mx.array:
+        own = self._head.embed_tokens
+        return self._language_model.embed(token_ids) if own is None else own(token_ids)
 
     def prime(self, next_token_ids: mx.array, hidden: mx.array, cache: SequenceCache) -> None:
         """Launch a chunk of one prompt.
@@ -102,13 +113,7 @@ class MTPHead:
         Returns:
             Hidden states [B, L, hidden] for `LanguageModel.logits`.
         """
-        head = self._module
-        pair = [head.pre_fc_norm_embedding(self._language_model.embed(token_ids)), head.pre_fc_norm_hidden(hidden)]
-        x = head.fc(mx.concatenate(pair, axis=-1))
-        mask = create_attention_mask(x, cache[0])
-        for layer, layer_cache in zip(head.layers, cache, strict=True):
-            x = layer(x, mask=mask, cache=layer_cache, position_ids=positions)
-        return head.norm(x)
+        return self._head.states(self._embed(token_ids), hidden, cache, positions)
 
 
 @dataclass(slots=True, eq=False)
@@ -258,6 +263,11 @@ class Drafter:
     @property
     def nbytes(self) -> int:
         return self._cache.nbytes + self.pending.nbytes
+
+
+def _no_slots_of(slots: mx.array) -> mx.array:
+    batch, heads, _, head_dim = slots.shape
+    return mx.zeros((batch, heads, 0, head_dim), slots.dtype)
 
 
 def _to_width(array: mx.array, width: int) -> mx.array:

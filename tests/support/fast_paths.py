@@ -34,7 +34,8 @@ TEXT = """# Fast paths by family
 * *snapshots at any boundary*: a prompt's state can be kept after any of its tokens and restored there
 * *within a chunk*: a chunk may run on past such a place, unless an MTP head or a draft model reads it too
 * *compiled step*: the decode step as a compiled graph (`compile`, on CUDA by default)
-* *prompt lookup*, *draft model*, *MTP head*: drafts by these proposers, the last if the checkpoint has a head
+* *prompt lookup*, *draft model*, *MTP head*: drafts by these proposers, the last if the checkpoint has a head;
+  an EAGLE-3 head drafts wherever prompt lookup does
 * *sparse prefill*: the family executes plans that leave tokens of a prompt out
 
 A number stands for the reason below the table. Quantized weights change none of them.

@@ -1,29 +1,128 @@
-"""Random MTP heads for the zoo's checkpoints."""
+"""Random MTP heads for the zoo's checkpoints, in the forms in which they are published."""
 
+import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_vlm.speculative.drafters import qwen3_5_mtp
+from mlx_vlm.speculative.drafters.eagle3.eagle3 import Eagle3DraftModel
 
-from engine.worker.mtp_loader import SPLITTERS
-from tests.support.zoo import drawn
+from engine.worker.heads.eagle3 import eagle3_config
+from engine.worker.heads.nextn import NEXTN_FORMATS, NextnHead
+from engine.worker.heads.qwen import QWEN_FORMATS
+from tests.support.zoo import drawn, new_module
 
 
 def write_head(model_dir: Path, seed: int = 0) -> Path:
-    """Write a random head that fits a checkpoint, in the split form; return its directory, `<model>-mtp`."""
+    """Write a random head that fits a checkpoint into a directory of its own, `<model>-mtp`; return it.
+
+    Those of Qwen have the split form, those with another layer of the target the published one.
+    """
     config = json.loads((model_dir / "config.json").read_text())
-    text_config = SPLITTERS[config["model_type"]]().read_text_config(config) | {"mtp_num_hidden_layers": 1}
-    head_config = {"model_type": "qwen3_5_mtp", "text_config": text_config}
-    module = qwen3_5_mtp.Model(qwen3_5_mtp.ModelConfig.from_dict(json.loads(json.dumps(head_config))))
-    rng = np.random.default_rng(seed)
-    parameters: dict[str, mx.array] = dict(tree_flatten(module.parameters()))  # type: ignore[arg-type]
     out = model_dir.parent / f"{model_dir.name}-mtp"
     out.mkdir()
-    weights = {name: drawn(rng, name, weight) for name, weight in sorted(parameters.items())}
-    mx.save_safetensors(str(out / "model.safetensors"), weights, metadata={"format": "mlx"})
+    if config["model_type"] in NEXTN_FORMATS:
+        weights, head_config = dict(_published_layer(config, seed)), config
+    else:
+        text_config = QWEN_FORMATS[config["model_type"]].splitter().read_text_config(config)
+        head_config = {"model_type": "qwen3_5_mtp", "text_config": text_config | {"mtp_num_hidden_layers": 1}}
+        weights = _drawn(qwen3_5_mtp.Model(qwen3_5_mtp.ModelConfig.from_dict(copy.deepcopy(head_config))), seed)
+    mx.save_safetensors(str(out / "model.safetensors"), weights, metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(head_config))
+    return out
+
+
+def _drawn(module: Any, seed: int) -> dict[str, mx.array]:
+    rng = np.random.default_rng(seed)
+    parameters: dict[str, mx.array] = dict(tree_flatten(module.parameters()))  # type: ignore[arg-type]
+    return {name: drawn(rng, name, weight) for name, weight in sorted(parameters.items())}
+
+
+def _published_layer(config: dict[str, Any], seed: int) -> Iterator[tuple[str, mx.array]]:
+    """Yield a random head's tensors as DeepSeek and Z.ai publish them, with the copies of what the target has too."""
+    weights = _drawn(NextnHead(new_module(copy.deepcopy(config)).language_model), seed)
+    prefix = f"model.layers.{config['num_hidden_layers']}."
+    names = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj", "norm": "shared_head.norm"}
+    for name, weight in weights.items():
+        part, _, rest = name.partition(".")
+        if part in names:
+            yield f"{prefix}{names[part]}.{rest}", weight
+        elif ".switch_mlp." in rest:
+            for i in range(weight.shape[0]):
+                yield prefix + rest.replace(".switch_mlp.", f".experts.{i}."), weight[i]
+        elif rest == "self_attn.embed_q.weight":
+            values = weights["layer.self_attn.unembed_out.weight"]
+            both = mx.concatenate([weight.swapaxes(-1, -2), values], axis=1)
+            yield f"{prefix}self_attn.kv_b_proj.weight", both.reshape(-1, both.shape[-1])
+        elif rest != "self_attn.unembed_out.weight":
+            yield prefix + rest, weight
+    copies = mx.zeros((config["vocab_size"], config["hidden_size"]))
+    yield f"{prefix}embed_tokens.weight", copies
+    yield f"{prefix}shared_head.head.weight", copies
+    yield f"{prefix}self_attn.rotary_emb.inv_freq", mx.zeros(4)
+
+
+EAGLE3_LAYERS = [1, 2, 3]
+"""Before which layers of the zoo's models the head reads; they have three."""
+
+
+def write_eagle3(model_dir: Path, for_sglang: bool, draft_vocab_size: int | None = None, seed: int = 0) -> Path:
+    """Write a random EAGLE-3 head for a checkpoint into a directory of its own; return it.
+
+    Args:
+        model_dir: The checkpoint.
+        for_sglang: In the form that SGLang reads, without an embedding; otherwise in that of speculators.
+        draft_vocab_size: Tokens that the head knows, some of the target's; None for all.
+        seed: Of the weights.
+    """
+    config = json.loads((model_dir / "config.json").read_text())
+    text = config.get("text_config") or config
+    known = draft_vocab_size or text["vocab_size"]
+    layer = {
+        "model_type": "llama",
+        "hidden_size": text["hidden_size"],
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": text["vocab_size"],
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+    }
+    if for_sglang:
+        llama3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}
+        layer["rope_scaling"] = llama3 | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        ids = {"eagle_aux_hidden_state_layer_ids": EAGLE3_LAYERS}
+        head_config = layer | {
+            "draft_vocab_size": known,
+            "eagle_config": ids,
+            "architectures": ["LlamaForCausalLMEagle3"],
+        }
+    else:
+        head_config = {
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": layer,
+            "draft_vocab_size": known,
+            "eagle_aux_hidden_state_layer_ids": EAGLE3_LAYERS,
+            "norm_before_residual": True,
+        }
+    weights = _drawn(Eagle3DraftModel(eagle3_config(head_config)), seed)
+    if "d2t" in weights:
+        tokens = np.sort(np.random.default_rng(seed).choice(text["vocab_size"], known, replace=False))
+        weights["d2t"] = mx.array(tokens - np.arange(known))
+        weights["t2d"] = mx.array(np.isin(np.arange(text["vocab_size"]), tokens).tolist())
+    if for_sglang:
+        del weights["embed_tokens.weight"]
+        weights = {name.replace("layers.0.", "midlayer."): weight for name, weight in weights.items()}
+    out = model_dir.parent / f"{model_dir.name}-eagle3"
+    out.mkdir()
+    mx.save_safetensors(str(out / "model.safetensors"), weights, metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(head_config))
     return out
 

@@ -15,7 +15,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_vlm.models.cache import make_prompt_cache
 from mlx_vlm.utils import get_model_and_args, load_model, update_module_configs
 
-from engine.worker import mlx_lm_families, patches
+from engine.worker import mlx_lm_families
+from engine.worker.patches import families
 from tests.support.families.family import VOCAB_SIZE, Family
 
 NUM_TOKENS = {"first": 12, "second": 8, "short": 5}
@@ -79,7 +80,7 @@ def _named(module: Any, has_bare_names: bool, rng: np.random.Generator) -> dict[
 
 def load(path: Path) -> Any:
     """Load the language model of a checkpoint with mlx_vlm, which computes some families wrongly without a patch."""
-    patches.correct_families()
+    families.correct()
     return load_model(path).language_model
 
 

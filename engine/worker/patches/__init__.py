@@ -5,16 +5,13 @@ import mlx.core as mx
 from engine.worker import loader
 from engine.worker.patches import (
     attention_cpu,
-    embedding_scale,
+    families,
     gated_delta_chunks,
     gated_delta_cuda,
     gated_delta_next,
     gated_delta_rows,
     gemma2_masks,
-    glm_cast,
-    internlm_rope,
     mistral_scale,
-    recurrent_gemma_norm,
     row_positions,
     silu_cpu,
 )
@@ -26,10 +23,9 @@ def install(decodes: bool) -> None:
     Args:
         decodes: Whether this process has a decode batch, whose recurrent layers verify drafts.
     """
-    correct_families()
+    families.correct()
     gated_delta_next.install()
     gemma2_masks.install()
-    glm_cast.install()
     mistral_scale.install()
     row_positions.install()
     if not loader.on_gpu():
@@ -40,10 +36,3 @@ def install(decodes: bool) -> None:
         silu_cpu.install()
     elif mx.cuda.is_available():
         gated_delta_cuda.install()
-
-
-def correct_families() -> None:
-    """Install the patches of families that the library computes wrongly even for one prompt without a cache."""
-    embedding_scale.install()
-    internlm_rope.install()
-    recurrent_gemma_norm.install()

@@ -21,8 +21,8 @@ from engine.processing.context import (
     library_config,
 )
 from engine.protocol import EngineFailed
-from engine.worker import patches
 from engine.worker.config_fields import ACTIVATIONS, ARITHMETIC, UNREAD, check_fields
+from engine.worker.patches import families
 from tests.support.families import FAMILIES
 from tests.support.zoo import new_module, prompt
 
@@ -43,7 +43,7 @@ def family_of(config: dict[str, Any]) -> str:
 
 
 def module(config: dict[str, Any], weights: dict[str, mx.array] | None = None) -> Any:
-    patches.correct_families()
+    families.correct()
     made = new_module(library_config(EngineConfig(), config)).language_model
     made.load_weights(list((weights or {}).items()), strict=False)
     return made

@@ -1,6 +1,8 @@
 """MTP heads of every family that has one: drafts on = off, alone = batched, from the checkpoint and beside it."""
 
+import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ import engine.worker  # noqa: F401  # before MLX
 import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
+from mlx_vlm.speculative.drafters.glm4_moe_lite_mtp.split import split_glm4_moe_lite_mtp
+from mlx_vlm.speculative.drafters.glm_moe_dsa_mtp.split import split_glm_moe_dsa_mtp
 
 from engine.config import EngineConfig
 from engine.core.batch import PLAIN, Drafts
@@ -17,10 +21,11 @@ from engine.core.request import Request
 from engine.protocol import EngineFailed, EngineRequest, Progress, SamplingParams
 from engine.worker import loader, mtp_loader
 from engine.worker.decode import DecodeGroup
+from engine.worker.heads.qwen import QWEN_FORMATS
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.driver import Driver
 from tests.support.families import FAMILIES
-from tests.support.heads import as_raw_head, put_into_checkpoint, write_head
+from tests.support.heads import as_raw_head, put_into_checkpoint, write_eagle3, write_head
 from tests.support.zoo import Turn, conversation, load, make
 
 
@@ -38,16 +43,36 @@ class Served:
         return EngineRequest(turn, np.array(asked.token_ids, np.int32), sampling, ())
 
 
-def open_runner(path: Path) -> MLXRunner:
-    return load_runner(EngineConfig(model=str(path)), lambda progress: None)
+def open_runner(path: Path, head_dir: Path) -> MLXRunner:
+    return load_runner(EngineConfig(model=str(path), mtp_head=str(head_dir)), lambda progress: None)
 
 
-@pytest.fixture(scope="module", params=mtp_loader.SPLITTERS)
+HEADS: dict[str, tuple[str, Callable[[Path], Path]]] = {
+    **{family: (family, write_head) for family in mtp_loader.FORMATS},
+    "eagle3 llama": ("llama", lambda path: write_eagle3(path, for_sglang=True, draft_vocab_size=300)),
+    "eagle3 gpt_oss": ("gpt_oss", lambda path: write_eagle3(path, for_sglang=False, draft_vocab_size=300)),
+    "eagle3 qwen3_5": ("qwen3_5", lambda path: write_eagle3(path, for_sglang=False)),
+    "eagle3 glm_moe_dsa": ("glm_moe_dsa", lambda path: write_eagle3(path, for_sglang=True)),
+}
+"""The model's family, and what writes a head for it."""
+GATE = ("qwen3_5", "qwen3_next", "glm4_moe", "glm_moe_dsa", "eagle3 llama", "eagle3 qwen3_5")
+"""Positions given and not, keys and values of heads, latent ones with those of an indexer; parts of a vocabulary."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        head
+        if head in GATE
+        else pytest.param(head, marks=pytest.mark.night("the gate has a head of each form, with and without positions"))
+        for head in HEADS
+    ],
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    path = make(tmp_path_factory.mktemp("heads") / "model", FAMILIES[request.param])
+    family, write = HEADS[request.param]
+    path = make(tmp_path_factory.mktemp("heads") / "model", FAMILIES[family])
     turns = conversation(load(path))
-    write_head(path)
-    return Served(open_runner(path), turns, path)
+    return Served(open_runner(path, write(path)), turns, path)
 
 
 @pytest.mark.parametrize("num_drafts", [pytest.param(1, marks=pytest.mark.night("three drafts are harder")), 3])
@@ -80,11 +105,25 @@ def test_second_turn_gets_the_same_tokens_from_the_prefix_cache_with_a_head(serv
         assert driver.tokens[turn] == asked.answer.tokens, turn
 
 
+def test_sampled_rows_get_the_same_tokens_with_drafts_as_without(served):
+    answers = []
+    for options in ({"mtp": {"max_draft_tokens": 2, "max_rows": 4}}, {"mtp": "off"}):
+        driver = Driver(served.runner, EngineConfig.model_validate({"prompt_lookup": "off", **options}))
+        sampled = [
+            replace(served.request(turn), sampling=SamplingParams(12, temperature=1.0, top_p=0.9, seed=seed))
+            for seed, turn in enumerate(served.turns)
+        ]
+        driver.run({0: sampled[:2], 3: sampled[2:]})
+        assert (driver.core.stats.num_drafted > 0) == (options["mtp"] != "off")
+        answers.append(driver.tokens)
+    assert answers[0] == answers[1]
+
+
 def test_answer_cut_anywhere_goes_on_in_another_engine_with_drafts(served):
     """All cuts of the first turn, three at a time; the other engine has a head, or none."""
     drafts = {"mtp": {"max_draft_tokens": 3, "max_rows": 4}, "prompt_lookup": "off"}
     asked, whole = served.request("first"), tuple(served.turns["first"].answer.tokens)
-    for options in (drafts, {"mtp": "off"}):
+    for options in (drafts, {"mtp": "off", "prompt_lookup": "off"}):
         num_drafted = 0
         for start in range(1, len(whole), 3):
             driver = Driver(served.runner, EngineConfig.model_validate(options))
@@ -100,45 +139,57 @@ def test_answer_cut_anywhere_goes_on_in_another_engine_with_drafts(served):
 
 
 def test_head_drafts_what_a_forward_over_the_whole_sequence_predicts(served, monkeypatch):
-    """That of the head over all pairs (token p + 1, hidden state p), computed at once and without a cache."""
-    drafted: list[mx.array] = []
+    """That of the head over all pairs (token p + 1, what it reads at p), computed at once and without a cache."""
+    drafted: list[mx.array | None] = []  # by each step that was launched
+
+    def launch(group: DecodeGroup, drafts: Drafts) -> Any:
+        drafted.append(None)
+        return launch_step(group, drafts)
 
     def draft(group: DecodeGroup, *args: Any) -> mx.array:
-        drafted.append(original(group, *args))
+        drafted[-1] = draft_tokens(group, *args)
         return drafted[-1]
 
-    original = DecodeGroup._draft
+    launch_step, draft_tokens = DecodeGroup._launch, DecodeGroup._draft
+    monkeypatch.setattr(DecodeGroup, "_launch", launch)
     monkeypatch.setattr(DecodeGroup, "_draft", draft)
     runner, row = served.runner, Request(served.request("short"))
-    while not (first := runner.prefill([row], 5).first):
-        pass
-    tokens = [*served.turns["short"].token_ids, *first[row.id].token_ids]
-    runner.decode(Drafts(1, "mtp"))
-    runner.drop([row.id])
-
     language_model, head = runner._language_model, runner._head
     assert head is not None
-    positions = np.arange(len(tokens) - 1, dtype=np.int32)[None]
-    where = np.broadcast_to(positions, (3, *positions.shape))
-    hidden = language_model.states(mx.array([tokens[:-1]], mx.int32), language_model.make_cache(), where)
-    states = head(mx.array([tokens[1:]], mx.int32), hidden, head.make_cache(), mx.array(positions))
-    expected = np.array(head.logits(states[:, -1:]))[0, 0].argmax()
-    assert np.array(drafted[0]).tolist() == [[int(expected)]]
+    while not (first := runner.prefill([row], 5).first):
+        pass
+    tokens, num_before = [*served.turns["short"].token_ids, *first[row.id].token_ids], []
+    for drafts in (Drafts(1, "mtp"), Drafts(3, "mtp"), PLAIN, PLAIN, Drafts(2, "mtp"), Drafts(1, "mtp")):
+        num_before.append(len(tokens))
+        tokens += runner.decode(drafts)[row.id].token_ids
+    runner.drop([row.id])
+
+    num_checked = 0
+    for num, drafts in zip(num_before, drafted, strict=False):
+        if drafts is None:
+            continue
+        positions = np.arange(num - 1, dtype=np.int32)[None]
+        where = np.broadcast_to(positions, (3, *positions.shape))
+        before, behind = mx.array([tokens[: num - 1]], mx.int32), mx.array([tokens[1:num]], mx.int32)
+        _, read = language_model.extend_with_logits(before, language_model.make_cache(), where)
+        assert read is not None
+        logits = head.logits(head(behind, read, head.make_cache(), mx.array(positions))[:, -1:])
+        assert int(np.array(drafts)[0, 0]) == int(np.array(logits)[0, 0].argmax())
+        num_checked += 1
+    assert num_checked >= 3
 
 
-def test_head_in_a_checkpoint_is_the_same_head_as_beside_it(served, tmp_path):
-    if served.runner._model.config["model_type"] == "qwen3_next":
-        pytest.skip("the library loads converted Qwen3-Next checkpoints without mtp.* tensors only")
-    head = served.runner._model.mtp_head
-    assert head is not None
-    beside = dict(loader.weights_of(head))
-    path = Path(shutil.copytree(served.path, tmp_path / "model"))
-    shutil.copytree(f"{served.path}-mtp", tmp_path / "model-mtp")
+@pytest.mark.parametrize("family", [family for family in QWEN_FORMATS if family != "qwen3_next"])
+def test_head_in_a_checkpoint_is_the_same_head_as_beside_it(family, tmp_path):
+    """The library loads converted checkpoints of the other families without a head's tensors only."""
+    path = make(tmp_path / "model", FAMILIES[family])
+    write_head(path)
+    beside = loader.load(EngineConfig(model=str(path)), lambda progress: None).mtp_head
     put_into_checkpoint(path)
     inside = loader.load(EngineConfig(model=str(path)), lambda progress: None)
-    assert inside.mtp_head is not None, inside.mtp_status
-    found = dict(loader.weights_of(inside.mtp_head))
-    assert found.keys() == beside.keys() and all(mx.array_equal(found[name], beside[name]) for name in found)
+    assert beside is not None and inside.mtp_head is not None, inside.mtp_status
+    expected, found = dict(loader.weights_of(beside)), dict(loader.weights_of(inside.mtp_head))
+    assert found.keys() == expected.keys() and all(mx.array_equal(found[name], expected[name]) for name in found)
 
 
 def test_head_of_a_published_qwen3_next_checkpoint_is_read_with_its_experts_apart_and_norms_less_one(tmp_path):
@@ -157,6 +208,65 @@ def test_head_of_a_published_qwen3_next_checkpoint_is_read_with_its_experts_apar
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         np.testing.assert_allclose(np.array(found[name]), np.array(weight), atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "split"),
+    [("glm4_moe_lite", split_glm4_moe_lite_mtp), ("glm_moe_dsa", split_glm_moe_dsa_mtp)],
+)
+def test_head_that_the_library_split_off_a_published_checkpoint_is_the_same_head(family, split, tmp_path):
+    path = make(tmp_path / "model", FAMILIES[family])
+    published = write_head(path).rename(tmp_path / "published")
+    split(str(published), str(tmp_path / "model-mtp"))
+    one, other = (
+        loader.load(EngineConfig.model_validate({"model": str(path)} | options), lambda progress: None).mtp_head
+        for options in ({"mtp_head": str(published)}, {})
+    )
+    assert one is not None and other is not None
+    expected, found = dict(loader.weights_of(one)), dict(loader.weights_of(other))
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        exact = weight if "e_score_correction_bias" in name or family == "glm_moe_dsa" else weight.astype(mx.bfloat16)
+        assert mx.array_equal(found[name], exact.astype(mx.float32)), name
+
+
+def test_head_of_another_family_is_refused(tmp_path):
+    path = make(tmp_path / "model", FAMILIES["glm4_moe"])
+    other = write_head(make(tmp_path / "other", FAMILIES["deepseek_v3"]))
+    expected = r"model_type is 'deepseek_v3', expected one of glm4_moe_lite_mtp, glm_moe_dsa_mtp, glm4_moe"
+    with pytest.raises(EngineFailed, match=expected):
+        load_runner(EngineConfig(model=str(path), mtp_head=str(other)), lambda progress: None)
+
+
+def test_head_of_another_rope_base_is_refused_with_both_values(tmp_path):
+    path = make(tmp_path / "model", FAMILIES["glm4_moe"])
+    head_dir = write_head(path)
+    config = json.loads((head_dir / "config.json").read_text()) | {"rope_theta": 5000.0}
+    (head_dir / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineFailed, match=r"does not fit the model: rope_theta is 5000.0, expected 10000.0"):
+        load_runner(EngineConfig(model=str(path), mtp_head=str(head_dir)), lambda progress: None)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        (
+            "llama",
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}},
+            r"reads the layers before \[1, 2, 9\]",
+        ),
+        ("llama", {"vocab_size": 100}, "does not fit the model: vocab_size is 100, expected 512"),
+        ("llama", {"hidden_size": 32, "target_hidden_size": 64}, "has no embedding, and cannot share the model's"),
+        ("kimi_linear", {}, "this family overwrites its recurrent states"),
+    ],
+)
+def test_eagle3_head_that_cannot_draft_for_the_model_is_refused_with_the_reason(family, changes, reason, tmp_path):
+    path = make(tmp_path / "model", FAMILIES[family])
+    head_dir = write_eagle3(path, for_sglang=True)
+    config = json.loads((head_dir / "config.json").read_text()) | changes
+    (head_dir / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineFailed, match=reason):
+        loader.load(EngineConfig(model=str(path), mtp_head=str(head_dir)), lambda progress: None)
 
 
 def test_exact_verification_is_refused_where_the_library_has_no_exact_verifier(tmp_path):

@@ -8,9 +8,9 @@ import pytest
 from mlx_vlm.models.cache import ArraysCache
 from mlx_vlm.models.qwen3_next.language import Qwen3NextGatedDeltaNet
 
-from engine.worker.drafting import rewind_unsupported_reason
 from engine.worker.language_model import LanguageModel
 from engine.worker.patches import gated_delta_next
+from engine.worker.rewind import rewind_unsupported_reason
 from tests.support.families import FAMILIES
 from tests.support.zoo import new_module
 

@@ -1,0 +1,92 @@
+"""What the engine needs of a form of MTP heads: how its checkpoints are read, and how it computes."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from engine.worker.kv_cache import SequenceCache
+from engine.worker.layer_outputs import LayerOutputs
+
+
+class Head(Protocol):
+    """A loaded head, an nn.Module."""
+
+    as_offset: bool
+    """Whether its layers take positions from their cache; see kv_cache.Cursor."""
+    model_path: Path
+    """Where it was loaded from."""
+    hidden_size: int
+    """Width of its own hidden states."""
+    layer_outputs: LayerOutputs | None
+    """What it reads of the target; None for the hidden states after the last norm."""
+    embed_tokens: Any
+    """Its own embedding, None for the target's."""
+
+    def make_cache(self) -> SequenceCache:
+        """Return an empty cache for one row; a layer with several caches has one entry for each."""
+        ...
+
+    def states(self, embeds: mx.array, hidden: mx.array, cache: list[Any], positions: mx.array) -> mx.array:
+        """Return hidden states [B, L, hidden_size] for `logits`.
+
+        Args:
+            embeds: [B, L, hidden], embeddings of the tokens after the hidden states.
+            hidden: What it reads of the target, [B, L, width], or its own states [B, L, hidden_size].
+            cache: As `make_cache` returns it, or the layers of a decode group.
+            positions: int32 [B, L], of the hidden states.
+        """
+        ...
+
+    def logits(self, states: mx.array) -> mx.array | None:
+        """Return logits [B, L, vocab of the target]; None if the target's output layer makes them of the states."""
+        ...
+
+
+class SharesTarget:
+    """The parts of a Head that reads the target's last hidden states and shares its embedding and output layer."""
+
+    layer_outputs = None
+    embed_tokens = None
+
+    def logits(self, states: mx.array) -> None:
+        return None
+
+
+class HeadFormat(Protocol):
+    """How the checkpoints of some families store a head of one form."""
+
+    @property
+    def split_types(self) -> tuple[str, ...]:
+        """model_type of the directories of their own into which mlx_vlm.split_mtp writes such heads."""
+        ...
+
+    @property
+    def tensors(self) -> str:
+        """Names of a head's tensors in a checkpoint, for messages."""
+        ...
+
+    def is_in(self, model_dir: Path) -> bool:
+        """Return whether a checkpoint has tensors of a head; its configuration does not tell."""
+        ...
+
+    def load(self, head_dir: Path, language_model: Any) -> Head:
+        """Load a head, with weights as stored and possibly lazy.
+
+        Args:
+            head_dir: A checkpoint with a head, or the directory of a split one.
+            language_model: The library's language model of the target.
+
+        Raises:
+            EngineFailed: The head does not fit the target.
+            Exception: Anything else that a damaged checkpoint raises.
+        """
+        ...
+
+    def check_values(self, head: Head) -> None:
+        """Check the values of a loaded head as far as its form tells what is plausible.
+
+        Raises:
+            EngineFailed: They are not.
+        """
+        ...
