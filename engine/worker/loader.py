@@ -67,7 +67,7 @@ class LoadedModel:
     num_weight_bytes: int  # In memory, with the MTP head or draft model.
     dtype: str  # Floating dtype that it computes in.
     quantized_weights: str  # What was done with them.
-    mtp_head: Any | None  # mlx_vlm's Qwen3_5MTPDraftModel, not bound to the model; None without one.
+    mtp_head: Any | None  # See heads/head.py; None without one.
     mtp_status: str  # "ready", or why there is no head.
     draft: Any | None  # The draft model, of mlx_vlm; None without one.
     fingerprint: str  # See ModelRunner.

@@ -31,6 +31,7 @@ from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import loader
+from engine.worker.heads.qwen import QwenHead
 from engine.worker.kv_cache import SLOTS_STEP
 from engine.worker.language_model import LanguageModel
 from engine.worker.model_report import RowBytes
@@ -145,7 +146,7 @@ def costs_of_shape(name: str, bits: int) -> MemoryCosts:
     config["vision_config"] = {"model_type": "qwen3_5", "depth": 1, "hidden_size": 32, "num_heads": 2}
     arch: Any = get_model_and_args(dict(config))[0]
     module = arch.Model(arch.ModelConfig.from_dict(dict(config)))
-    head = qwen3_5_mtp.Model(qwen3_5_mtp.ModelConfig.from_dict({"text_config": text_config(SHAPES[name])}))
+    head = QwenHead(qwen3_5_mtp.ModelConfig.from_dict({"text_config": text_config(SHAPES[name])}))
     for part in (module, head):
         loader.cast(part, mx.bfloat16)
     language_model = LanguageModel(module.language_model, kv_bits=bits)

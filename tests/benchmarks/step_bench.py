@@ -24,6 +24,8 @@ from engine.core.batch import Drafts
 from engine.core.request import Request
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import loader
+from engine.worker.heads.eagle3 import Eagle3Head, eagle3_config
+from engine.worker.heads.qwen import QwenHead
 from engine.worker.model_runner import MLXRunner
 from tests.benchmarks.measure import Spread
 
@@ -109,14 +111,26 @@ def text_config(shape: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def random_model(shape: dict[str, int]) -> loader.LoadedModel:
+def random_head(form: str, shape: dict[str, int], language_model: Any) -> Any:
+    """An MTP head, or an EAGLE-3 head that knows 32,000 tokens at most, with one layer of the model's sizes."""
+    if form == "mtp":
+        return QwenHead(qwen3_5_mtp.ModelConfig.from_dict({"text_config": text_config(shape)}))
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    config = {name: shape[name] for name in names} | {"draft_vocab_size": min(32000, shape["vocab_size"] // 2)}
+    head = Eagle3Head(eagle3_config(config), language_model)
+    head.embed_tokens = None
+    head.map_vocabulary(shape["vocab_size"])
+    return head
+
+
+def random_model(shape: dict[str, int], head_form: str = "mtp") -> loader.LoadedModel:
     """With the weights as the library initialises them, in bfloat16 on a GPU."""
     config = {"model_type": "qwen3_5", "text_config": text_config(shape), "vocab_size": shape["vocab_size"]}
     vision = {"model_type": "qwen3_5", "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64}
     config["vision_config"] = vision | {"out_hidden_size": shape["hidden_size"]}
     arch: Any = get_model_and_args(dict(config))[0]
     module = arch.Model(arch.ModelConfig.from_dict(dict(config)))
-    head = qwen3_5_mtp.Model(qwen3_5_mtp.ModelConfig.from_dict({"text_config": text_config(shape)}))
+    head = random_head(head_form, shape, module.language_model)
     dtype = mx.bfloat16 if loader.on_gpu() else mx.float32
     loader.cast(module, dtype)
     loader.cast(head, dtype)
@@ -209,13 +223,14 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--head", choices=["mtp", "eagle3"], default="mtp")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", choices=["auto", "on", "off"], default="auto")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    model = random_model(SHAPES[args.shape])
+    model = random_model(SHAPES[args.shape], args.head)
     runner = MLXRunner(model, EngineConfig(compile=args.compile))
     floor_ms = model.num_weight_bytes / (speed := bandwidth()) * 1e3
     print(

@@ -12,16 +12,30 @@ from engine.worker.layer_outputs import LayerOutputs
 class Head(Protocol):
     """A loaded head, an nn.Module."""
 
-    as_offset: bool
-    """Whether its layers take positions from their cache; see kv_cache.Cursor."""
-    model_path: Path
-    """Where it was loaded from."""
-    hidden_size: int
-    """Width of its own hidden states."""
-    layer_outputs: LayerOutputs | None
-    """What it reads of the target; None for the hidden states after the last norm."""
-    embed_tokens: Any
-    """Its own embedding, None for the target's."""
+    @property
+    def as_offset(self) -> bool:
+        """Whether its layers take positions from their cache; see kv_cache.Cursor."""
+        ...
+
+    @property
+    def model_path(self) -> Path:
+        """Where it was loaded from."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of its own hidden states."""
+        ...
+
+    @property
+    def layer_outputs(self) -> LayerOutputs | None:
+        """What it reads of the target; None for the hidden states after the last norm."""
+        ...
+
+    @property
+    def embed_tokens(self) -> Any:
+        """Its own embedding, None for the target's."""
+        ...
 
     def make_cache(self) -> SequenceCache:
         """Return an empty cache for one row; a layer with several caches has one entry for each."""
