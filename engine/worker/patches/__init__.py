@@ -12,6 +12,7 @@ from engine.worker.patches import (
     gated_delta_rows,
     gemma2_masks,
     mistral_scale,
+    quantized_cuda,
     row_positions,
     silu_cpu,
 )
@@ -36,3 +37,4 @@ def install(decodes: bool) -> None:
         silu_cpu.install()
     elif mx.cuda.is_available():
         gated_delta_cuda.install()
+        quantized_cuda.install()
