@@ -116,6 +116,17 @@ def run(
     return y, last, states[:, :num_states]
 
 
+def unmasked(g: mx.array, beta: mx.array, mask: mx.array | None) -> tuple[mx.array, mx.array]:
+    """Return decays and rates, [B, T, Hv], with which tokens outside of the mask, bool [B, T], leave the state as it is.
+
+    It stays the same bit by bit: it is multiplied by 1, and 0 times the key is added.
+    """
+    if mask is None:
+        return g, beta
+    own = mask[..., None]
+    return mx.where(own, g, mx.array(1, g.dtype)), mx.where(own, beta, mx.array(0, beta.dtype))
+
+
 def install() -> None:
     """Replace the library's functions; CUDA only. May be called several times."""
     if getattr(gated_delta.gated_delta_ops, "is_ours", False):
@@ -124,23 +135,24 @@ def install() -> None:
     chunked = gated_delta.gated_delta_chunked
 
     def one_kernel(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any = None, mask: Any = None) -> Any:
-        if mask is not None or not supported(k, v, g, state):
+        if not supported(k, v, g, state):
             return ops(q, k, v, g, beta, state, mask)
-        return run(q, k, v, g, beta, state, 0)[:2]
+        return run(q, k, v, *unmasked(g, beta, mask), state, 0)[:2]
 
     def one_kernel_with_states(
         q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, mask: Any = None, state_steps: int | None = None
     ) -> Any:
-        if mask is not None or not supported(k, v, g, state):
+        if not supported(k, v, g, state):
             return with_states(q, k, v, g, beta, state, mask, state_steps)
-        return run(q, k, v, g, beta, state, q.shape[1] if state_steps is None else state_steps)
+        num_states = q.shape[1] if state_steps is None else state_steps
+        return run(q, k, v, *unmasked(g, beta, mask), state, num_states)
 
     def one_kernel_for_prompts(
         q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, mask: Any = None, **kwargs: Any
     ) -> Any:
-        if mask is not None or not supported(k, v, g, state):
+        if not supported(k, v, g, state):
             return chunked(q, k, v, g, beta, state, mask, **kwargs)
-        return run(q, k, v, g, beta, state, 0)[:2]
+        return run(q, k, v, *unmasked(g, beta, mask), state, 0)[:2]
 
     one_kernel.is_ours = True  # type: ignore[attr-defined]
     gated_delta.gated_delta_ops = one_kernel
