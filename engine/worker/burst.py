@@ -178,7 +178,9 @@ class BurstPrefill:
     def skips_padding(self) -> bool:
         """Whether padding tokens leave recurrent states as they are; computes a few short forwards.
 
-        The states must be the same bit by bit for other padding, and but for rounding for more of it.
+        The states must be the same bit by bit for other padding, and but for rounding for more of it, which other
+        kernels may compute. Rounding of low precision grows with the layers: behind the first recurrent one, by which
+        a family is judged, it may reach a fifth.
         """
         if not any(isinstance(layer, ArraysCache) for layer in self._language_model.make_cache()):
             return True
@@ -186,7 +188,12 @@ class BurstPrefill:
         if not all(mx.array_equal(*pair).item() for other in others for pair in zip(first, other, strict=True)):
             return False
         wider = self._padded_states(PADDING_IDS[0], MORE_PADDING)
-        return all(_nearly_equal(*pair) for pair in zip(first, wider, strict=True))
+        layer = next(layer for layer in self._language_model.make_cache() if isinstance(layer, ArraysCache))
+        is_exact = all(state.dtype == mx.float32 for state in first)
+        return all(
+            _nearly_equal(*pair, 0.05 if is_exact or i < len(layer.cache) else 0.5)
+            for i, pair in enumerate(zip(first, wider, strict=True))
+        )
 
     def _padded_states(self, padding_id: int, num_more: int = 0) -> list[mx.array]:
         """Return the recurrent states after two padded forwards, the second of which continues the first."""
@@ -274,10 +281,10 @@ class BurstPrefill:
         return _layers(caches, lengths, as_offset=not self._language_model.explicit_positions)
 
 
-def _nearly_equal(one: mx.array, other: mx.array) -> bool:
-    """Return whether two states differ by less than a twentieth of their largest value."""
+def _nearly_equal(one: mx.array, other: mx.array, share: float) -> bool:
+    """Return whether two states differ by at most a share of their largest value."""
     one, other = one.astype(mx.float32), other.astype(mx.float32)
-    return bool((mx.abs(one - other).max() <= 0.05 * mx.abs(one).max()).item())
+    return bool((mx.abs(one - other).max() <= share * mx.abs(one).max()).item())
 
 
 def _layers(caches: Sequence[SequenceCache], lengths: Sequence[int], as_offset: bool) -> list[Any]:

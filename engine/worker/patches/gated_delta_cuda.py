@@ -117,7 +117,7 @@ def run(
 
 
 def unmasked(g: mx.array, beta: mx.array, mask: mx.array | None) -> tuple[mx.array, mx.array]:
-    """Return decays and rates, [B, T, Hv], with which tokens outside of the mask, bool [B, T], leave the state as it is.
+    """Return decays and rates, [B, T, Hv], with which tokens outside of the mask, bool [B, T], keep the state as it is.
 
     It stays the same bit by bit: it is multiplied by 1, and 0 times the key is added.
     """

@@ -11,14 +11,18 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from engine.config import GrammarConfig
+from engine.config import EngineConfig, GrammarConfig
 from engine.core.batch import Drafts, PromptChunk
 from engine.core.request import Request
 from engine.processing.grammar import GrammarCompiler
 from engine.protocol import EngineRequest, GrammarSpec, SamplingParams
+from engine.worker import loader, patches
 from engine.worker.burst import BurstPrefill
+from engine.worker.language_model import LanguageModel
 from engine.worker.model_runner import MLXRunner
 from engine.worker.prefill import Prompt
+from tests.support.families import FAMILIES
+from tests.support.zoo import make
 
 LENGTHS = (5, 33, 1, 17, 2, 70)
 STATE_TOLERANCE = 1e-4
@@ -261,3 +265,11 @@ def test_every_tiny_model_takes_bursts_of_any_lengths(runner_of):
     for model in (*MODELS, "demo", "text"):
         assert runner_of(model).no_bursts is None
         assert runner_of(model).capabilities["bursts"] == "yes"
+
+
+@pytest.mark.parametrize(("family", "expected"), [("qwen3_5", True), ("nemotron_h", False)])
+def test_a_family_is_known_to_skip_padding_in_low_precision_too(family, expected, tmp_path):
+    path = make(tmp_path / "model", FAMILIES[family])
+    module = loader.load(EngineConfig(model=str(path), dtype="bfloat16"), lambda progress: None).module
+    patches.install(decodes=True)
+    assert BurstPrefill(LanguageModel(module.language_model), None).skips_padding == expected
