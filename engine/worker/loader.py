@@ -33,7 +33,7 @@ from engine.processing.reranker import Reranker
 from engine.processing.tokenizer_match import why_different
 from engine.protocol import EngineFailed
 from engine.start_phase import StartPhase
-from engine.worker import mtp_loader
+from engine.worker import mtp_loader, patches
 from engine.worker.config_fields import check_fields
 from engine.worker.draft_model import draft_unsupported_reason
 from engine.worker.drafting import rewind_unsupported_reason
@@ -43,7 +43,7 @@ from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import MTPHead
 from engine.worker.patches import gated_delta_next, metal_on_cpu
 from engine.worker.patches.bare_names import bare_names
-from engine.worker.refused_families import REFUSED
+from engine.worker.refused_families import refusal
 from engine.worker.rope import check_scaling, fix_long_factors
 
 log = logging.getLogger("orchard.engine")
@@ -155,8 +155,8 @@ def open_config(config: EngineConfig) -> dict[str, Any]:
     choose_context(config, own_config)
     vocab_size(own_config)
     Reranker.read(path)
-    refusal = REFUSED.get(str(own_config.get("model_type")))
-    if (reason := bidirectional_reason(own_config) or refusal or unknown_reason(own_config)) is not None:
+    reason = bidirectional_reason(own_config) or refusal(own_config) or unknown_reason(own_config)
+    if reason is not None:
         raise EngineFailed(f"models of the family {own_config.get('model_type')} ({path}) cannot be served: {reason}")
     return own_config
 
@@ -167,6 +167,7 @@ def _open_module(path: Path, changed_config: dict[str, Any] | None) -> Any:
     The library reads the configuration from a directory alone: a changed one is written into a temporary directory,
     beside links to the checkpoint's other files.
     """
+    patches.correct_families()  # some patches change what a model is built of
     if changed_config is None:
         return load_model(path, lazy=True)
     with TemporaryDirectory(prefix="orchard-config-") as name:

@@ -4,6 +4,7 @@ import mlx.core as mx
 
 from engine.worker import loader
 from engine.worker.patches import (
+    afm7_reuse,
     attention_cpu,
     embedding_scale,
     gated_delta_chunks,
@@ -13,7 +14,9 @@ from engine.worker.patches import (
     gemma2_masks,
     glm_cast,
     internlm_rope,
+    limite_rows,
     mistral_scale,
+    phi3small_blocks,
     recurrent_gemma_norm,
     row_positions,
     silu_cpu,
@@ -27,9 +30,11 @@ def install(decodes: bool) -> None:
         decodes: Whether this process has a decode batch, whose recurrent layers verify drafts.
     """
     correct_families()
+    afm7_reuse.install()
     gated_delta_next.install()
     gemma2_masks.install()
     glm_cast.install()
+    limite_rows.install()
     mistral_scale.install()
     row_positions.install()
     if not loader.on_gpu():
@@ -46,4 +51,5 @@ def correct_families() -> None:
     """Install the patches of families that the library computes wrongly even for one prompt without a cache."""
     embedding_scale.install()
     internlm_rope.install()
+    phi3small_blocks.install()
     recurrent_gemma_norm.install()
