@@ -81,6 +81,15 @@ def test_falcon_ocr_takes_the_positions_of_one_prompt_for_the_next():
     assert not np.allclose(second_chunk(), before, atol=1e-3)
 
 
+def test_diffusion_gemma_gives_logits_of_a_block_of_tokens_and_not_of_its_prompt():
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"), 32)
+    sizes |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_global_key_value_heads"), 2)
+    sizes |= {"head_dim": 16, "global_head_dim": 16, "num_experts": 2, "top_k_experts": 1, "num_hidden_layers": 1}
+    config = library("diffusion_gemma").ModelConfig.from_dict({"text_config": sizes, "canvas_length": 5})
+    lm = library("diffusion_gemma").LanguageModel(config.text_config, config)
+    assert len(logits(lm, [1, 2, 3], lm.make_cache())) == 5
+
+
 def test_florence_reads_a_whole_document_before_its_first_token():
     lm = library("florence2").LanguageModel(library("florence2").TextConfig(**DECODER, **ENCODER))
     first, second = (logits(lm, [1, 2, 3, last], None) for last in (4, 5))
