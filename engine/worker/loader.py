@@ -42,7 +42,7 @@ from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import MTPHead
 from engine.worker.patches import families, gated_delta_next, metal_on_cpu
 from engine.worker.patches.bare_names import bare_names
-from engine.worker.refused_families import REFUSED
+from engine.worker.refused_families import refusal
 from engine.worker.rewind import rewind_unsupported_reason
 from engine.worker.rope import check_scaling, fix_long_factors
 
@@ -156,8 +156,8 @@ def open_config(config: EngineConfig) -> dict[str, Any]:
     choose_context(config, own_config)
     vocab_size(own_config)
     Reranker.read(path)
-    refusal = REFUSED.get(str(own_config.get("model_type")))
-    if (reason := bidirectional_reason(own_config) or refusal or unknown_reason(own_config)) is not None:
+    reason = bidirectional_reason(own_config) or refusal(own_config) or unknown_reason(own_config)
+    if reason is not None:
         raise EngineFailed(f"models of the family {own_config.get('model_type')} ({path}) cannot be served: {reason}")
     return own_config
 

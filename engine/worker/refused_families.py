@@ -3,13 +3,14 @@
 Other families are refused by the caches of their layers (`family.py`).
 """
 
+from typing import Any
+
 BOTH_WAYS = "tokens of a prompt see those after them, and prompts are computed in chunks that see only what is before"
 BLOCKS = f"it writes blocks of tokens that see each other (diffusion): {BOTH_WAYS}"
 CROSS = "its cross-attention reads an image or a document in every request, which is not passed to it"
 DECISIONS = "it reads decisions off a prompt and generates no text"
 
 REFUSED: dict[str, str] = {
-    "afm7": "its last layers take a row's position from the number of slots of its keys, which rows share",
     "clef": DECISIONS,
     "d1": DECISIONS,
     "diffusion_gemma": BLOCKS,
@@ -22,6 +23,25 @@ REFUSED: dict[str, str] = {
     "molmo_point": "its answers contain points, which the library computes from image features between two tokens",
     "nemotron_parse": CROSS,
     "paligemma": BOTH_WAYS,
-    "phi3small": "the library counts the blocks of its sparse attention from the end of the prompt, not from its start",
 }
 """model_type -> why its text cannot be served."""
+
+NEMOTRON_NAS = ("nemotron_nas", "nemotron-nas")
+
+
+def refusal(config: dict[str, Any]) -> str | None:
+    """Return why a checkpoint is refused by the name of its family; None if it is not.
+
+    Args:
+        config: The checkpoint's config.json.
+    """
+    model_type, blocks = str(config.get("model_type")), config.get("block_configs")
+    if model_type in NEMOTRON_NAS and isinstance(blocks, list):
+        attentions = [block.get("attention") if isinstance(block, dict) else None for block in blocks]
+        for i, attention in enumerate(attentions):
+            if isinstance(attention, dict) and attention.get("replace_with_linear"):
+                return (
+                    f"layer {i} has a linear layer in place of attention (replace_with_linear), and the library gives "
+                    "it a cache that nothing fills"
+                )
+    return REFUSED.get(model_type)

@@ -32,6 +32,7 @@ from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.benchmarks.measure import ROOT, Spread
 from tests.support.driver import Driver
+from tests.support.script import Script
 from tests.support.tasks import TASKS, requests
 
 OFF: dict[str, Any] = {"mtp": "off", "prompt_lookup": "off", "prefix_cache": {"enabled": False}}
@@ -56,32 +57,6 @@ EDITS = {
 }
 """Module -> the name to replace, and its replacement."""
 PROMPT_TOKENS, ANSWER_TOKENS = 700, 160
-
-
-class Script:
-    """A matcher that allows one text. Implements core.request.Matcher."""
-
-    def __init__(self, token_ids: np.ndarray, vocab_size: int, at: int = 0):
-        self._tokens, self._vocab_size, self._at = token_ids, vocab_size, at
-
-    def masks(self, draft: tuple[int, ...] = ()) -> np.ndarray:
-        holds = 0
-        while holds < len(draft) and self._token(holds) == draft[holds]:
-            holds += 1
-        masks = np.zeros((holds + 1, -(-self._vocab_size // 32)), np.uint32)
-        for i in range(holds + 1):
-            word, bit = divmod(self._token(i), 32)
-            masks[i, word] = np.uint32(1) << np.uint32(bit)
-        return masks
-
-    def _token(self, ahead: int) -> int:
-        return int(self._tokens[min(self._at + ahead, len(self._tokens) - 1)])
-
-    def advance(self, token_ids: tuple[int, ...]) -> None:
-        self._at += len(token_ids)
-
-    def fork(self) -> "Script":
-        return Script(self._tokens, self._vocab_size, self._at)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import mlx.core as mx  # isort: skip
 from mlx_lm import load
 from mlx_lm.convert import convert
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model
 
 from engine.config import EngineConfig
@@ -25,6 +26,8 @@ from tests.support.driver import Driver
 ROOT = Path(__file__).parents[2]
 TIE = 1e-4
 """Largest difference of the logprobs of the two best tokens at which either of them is right: rounding of float32."""
+PIECE = 256
+"""Tokens of a text that one forward of the library computes."""
 LOCK_TIMEOUT_S = 900.0
 NO_CACHE: dict[str, Any] = {"prefix_cache": {"enabled": False}}
 
@@ -71,6 +74,16 @@ class Library:
             steps = generate_step(prompt, self.model, max_tokens=num_tokens)
             self._answers[key] = known = [_place(int(token), np.array(logprobs)) for token, logprobs in steps]
         return known[:num_tokens]
+
+    def text_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Return the logprobs of a text's tokens from the second one on, float32 [len(token_ids) - 1]."""
+        cache, ids, found = make_prompt_cache(self.model), np.array(token_ids, np.int32), list[np.ndarray]()
+        for start in range(0, len(ids) - 1, PIECE):
+            logits = self.model(mx.array(ids[start : start + PIECE][None]), cache=cache)[0].astype(mx.float32)
+            successors = mx.array(ids[start + 1 : start + PIECE + 1])[:, None]
+            logits = logits[: len(successors)]
+            found.append(np.array(mx.take_along_axis(logits, successors, 1)[:, 0] - mx.logsumexp(logits, axis=-1)))
+        return np.concatenate(found)
 
     def check(self, token_ids: Sequence[int], tokens: Sequence[int]) -> list[float]:
         """Assert that `tokens` are the library's greedy answer to a prompt; see `check`."""

@@ -30,6 +30,7 @@ UNLIKE_MLX_LM = {
 NOT_IN_MLX_LM = {
     "laguna": "mlx_lm names the weights of its experts otherwise",
     "olmo": "mlx_lm's module needs the package hf_olmo",
+    "phi3small": "mlx_lm's module writes the logits of unused tokens outside of its arrays",
 }
 MLX_LM_NAMES = {"mistral": "llama"}
 """Families by model_type that mlx_lm has under another name."""

@@ -114,8 +114,7 @@ def reference_greedy(lm: Any, token_ids: list[int], num_tokens: int) -> Greedy:
     logits = []
     tokens: list[int] = []
     while len(tokens) < num_tokens:
-        ids = mx.array([token_ids + tokens], mx.int32)
-        logits.append(np.array(lm(ids, cache=empty_cache(lm)).logits[0, -1]))
+        logits.append(np.array(_forward(lm, token_ids + tokens, empty_cache(lm))))
         tokens.append(int(logits[-1].argmax()))
     return greedy(tokens, logits)
 
@@ -128,12 +127,24 @@ def incremental_greedy(lm: Any, token_ids: list[int], num_tokens: int, chunk: in
     pieces = [token_ids[start : start + chunk] for start in range(0, len(token_ids), chunk)]
     while len(tokens) < num_tokens:
         for piece in pieces:
-            out = lm(mx.array([piece], mx.int32), cache=cache).logits[0, -1]
+            out = _forward(lm, piece, cache)
             mx.eval(out, [layer.state for layer in cache])
         logits.append(np.array(out))
         tokens.append(int(logits[-1].argmax()))
         pieces = [tokens[-1:]]
     return greedy(tokens, logits)
+
+
+def _forward(lm: Any, token_ids: list[int], cache: list[Any]) -> mx.array:
+    """Return the logits [vocab] behind the tokens.
+
+    The language model of MiniCPM-o counts positions by fields that its configuration lacks; the whole model gives them.
+    """
+    ids, positions = mx.array([token_ids], mx.int32), {}
+    if getattr(lm, "model_type", "") == "minicpmo":
+        counted = mx.arange(cache[0].offset, cache[0].offset + len(token_ids))
+        positions = {"position_ids": mx.broadcast_to(counted, (3, 1, len(token_ids)))}
+    return lm(ids, cache=cache, **positions).logits[0, -1]
 
 
 def new_module(config: dict[str, Any]) -> Any:

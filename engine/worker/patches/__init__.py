@@ -4,6 +4,7 @@ import mlx.core as mx
 
 from engine.worker import loader
 from engine.worker.patches import (
+    afm7_reuse,
     attention_cpu,
     families,
     gated_delta_chunks,
@@ -11,6 +12,7 @@ from engine.worker.patches import (
     gated_delta_next,
     gated_delta_rows,
     gemma2_masks,
+    limite_rows,
     mistral_scale,
     quantized_cuda,
     row_positions,
@@ -25,8 +27,10 @@ def install(decodes: bool) -> None:
         decodes: Whether this process has a decode batch, whose recurrent layers verify drafts.
     """
     families.correct()
+    afm7_reuse.install()
     gated_delta_next.install()
     gemma2_masks.install()
+    limite_rows.install()
     mistral_scale.install()
     row_positions.install()
     if not loader.on_gpu():

@@ -1,6 +1,6 @@
 """The patches of families that the library cannot load, or computes wrongly even for one prompt without a cache."""
 
-from engine.worker.patches import embedding_scale, glm_cast, internlm_rope, recurrent_gemma_norm
+from engine.worker.patches import embedding_scale, glm_cast, internlm_rope, phi3small_blocks, recurrent_gemma_norm
 
 
 def correct() -> None:
@@ -8,4 +8,5 @@ def correct() -> None:
     embedding_scale.install()
     glm_cast.install()
     internlm_rope.install()
+    phi3small_blocks.install()
     recurrent_gemma_norm.install()

@@ -17,9 +17,13 @@ from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineFailed
 from engine.worker import loader
 from engine.worker.model_runner import load_runner
+from engine.worker.patches import recurrent_gemma_norm
 from engine.worker.vision import VisionEncoder
 from engine.worker.vision_towers import make_tower
+from tests.support.families import FAMILIES
+from tests.support.families.family import SIZES
 from tests.support.tiny import Tiny, build
+from tests.support.zoo import make
 
 DEMO = Path(loader.__file__).parents[1] / "demo_model"
 
@@ -135,3 +139,11 @@ def test_a_tiny_checkpoint_is_reproducible_and_differs_with_the_seed(tmp_path):
     ]
     a, b, c = (file.read_bytes() for file in files)
     assert a == b != c
+
+
+def test_models_are_built_with_the_patches_of_what_they_are_built_of(tmp_path, monkeypatch):
+    """The library's own method stands for a process that has loaded no model before."""
+    path = make(tmp_path / "model", FAMILIES["recurrent_gemma"])
+    monkeypatch.setattr(recurrent_gemma_norm.Griffin, "__init__", recurrent_gemma_norm._library_init)
+    layers = loader.open_model(EngineConfig(model=str(path), device="cpu")).module.language_model.model.layers
+    assert {layer.temporal_pre_norm.eps for layer in layers} == {SIZES["rms_norm_eps"]} != {1e-5}

@@ -122,4 +122,25 @@ DENSE: dict[str, Family] = {
     "plamo": Family(text("plamo", n_shared_head=2), f"{KV}*3", seed=1),
     "qwen": Family(text("qwen", kv_channels=16, layer_norm_epsilon=1e-6, no_bias=True), f"{KV}*3", seed=3),
     "telechat3": Family(text("telechat3"), f"{KV}*3", seed=3),
+    "afm7": Family(
+        text("afm7", hidden_dim=64, num_layers=3, num_kv_reuse_layers=1, num_heads=4, num_kv_heads=2),
+        f"{KV}*2",
+        seed=1,
+    ),
+    "phi3small": Family(
+        text(
+            "phi3small",
+            dense_attention_every_n_layers=3,
+            ff_intermediate_size=128,
+            gegelu_limit=20.0,
+            layer_norm_epsilon=1e-5,
+            blocksparse_block_size=32,
+            blocksparse_num_local_blocks=1,
+            blocksparse_vert_stride=3,
+            mup_width_multiplier=0.5,
+            rope_theta=1e6,
+        ),
+        f"{KV}*3",
+        seed=13,
+    ),
 }

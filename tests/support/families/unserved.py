@@ -29,23 +29,17 @@ NOT_IN_MLX_VLM = ("plamo3",)
 """Families of mlx_lm alone that engine/worker/family.py refuses. Its cache has one token less than its mask."""
 
 _METAL = "its layers are Metal kernels alone, and the tests run on CPUs"
-_NOT_BUILT = "no tiny checkpoint has been built for the tests yet"
 _TOWER = "the library loads no checkpoint without its tower, which is of a fixed size, too large for the tests"
 
 UNTESTED: dict[str, str] = {
     "bitnet": _METAL,
-    "ernie4_5_moe_vl": _NOT_BUILT,
     "fastvlm": _TOWER,
     "gemma3n": _TOWER,
-    "limite": _NOT_BUILT,
     "mimo_v2": "its checkpoint needs embeddings of speech, of a fixed size of 100 MB",
-    "minicpmo": _NOT_BUILT,
     "muse_spark": _METAL,
     "phi3_v": "its language model is the whole model, with the tower",
-    "phi4_siglip": _NOT_BUILT,
     "prism_hadamard_qwen35": "it takes packed weights of 2 bits alone",
     "qwen3_omni_moe": "its language model is part of a part of the model, where the engine does not look for it",
-    "zaya1_vl": _NOT_BUILT,
 }
 """Families that the engine may serve: nothing is known of their tokens."""
 

@@ -47,6 +47,10 @@ MINICPM_TOKENS = (
     *("image_token_id", "video_token_id", "image_start_id", "image_end_id", "slice_start_id", "slice_end_id"),
     "newline_id",
 )
+IN_PHI4_SIGLIP = (
+    *("vocab_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "rms_norm_eps", "hidden_size"),
+    *("num_key_value_heads", "rope_theta", "rope_scaling"),
+)
 NOT_IN_GLM_OCR = ("layer_norm_eps", "norm_eps", "mlp_bias", "rope_theta", "rope_scaling")
 
 VISION_FAMILIES: dict[str, Family] = {
@@ -340,4 +344,49 @@ VISION_FAMILIES: dict[str, Family] = {
         seed=1,
     ),
     "paddleocr_vl": Family(text("paddleocr_vl", PADDLE_ROPE, use_bias=False, vision_config=TOWER), f"{KV}*3", seed=3),
+    "ernie4_5_moe_vl": Family(
+        text(
+            "ernie4_5_moe_vl",
+            moe_num_experts=[4, 4],
+            moe_intermediate_size=[32, 16],
+            moe_layer_start_index=[1, 1],
+            moe_layer_end_index=[2, 2],
+            moe_num_shared_experts=1,
+            mrope_section=[3, 3, 2],
+            pixel_hidden_size=32,
+            vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 8},
+        ),
+        f"{KV}*3",
+        seed=5,
+    ),
+    "minicpmo": Family(
+        vlm("minicpmo", text("minicpmo", MROPE), SIGLIP, query_num=4, init_audio=False, init_tts=False, image_size=32),
+        f"{KV}*3",
+        seed=1,
+    ),
+    "phi4_siglip": Family(
+        vlm(
+            "phi4_siglip",
+            {name: SIZES[name] for name in IN_PHI4_SIGLIP},
+            {name: TOWER[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "patch_size")}
+            | {"model_type": "siglip2_vision_model", "num_attention_heads": 2, "image_size": 32, "num_patches": 16},
+            mm_hidden_size=32,
+        ),
+        f"{KV}*3",
+        seed=5,
+    ),
+    "zaya1_vl": Family(
+        text(
+            "zaya1_vl",
+            num_experts=4,
+            num_query_groups=2,
+            ffn_hidden_size=64,
+            zaya_mlp_expansion=32,
+            vision_lora_rank_attn=4,
+            vision_lora_rank_mlp=4,
+            vision_config=QWEN_VISION,
+        ),
+        "CacheList*3",
+        seed=5,
+    ),
 }

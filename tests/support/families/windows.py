@@ -101,4 +101,22 @@ WINDOW_FAMILIES: dict[str, Family] = {
         seed=2,
     ),
     "step3p5": Family(text("step3p5", WINDOWS, STEP, moe_layers_enum="1,2"), WINDOWED),
+    "limite": Family(
+        text(
+            "limite",
+            attention_softmax_scale=0.25,
+            attn_gate_channels=16,
+            ve_dim=16,
+            ve_layers=[0, 2],
+            xsa_layers=[0, 1],
+            global_layers=[1],
+            sliding_window=WINDOW,
+            rope_n_pairs=4,
+            mudd_layers=[1, 2],
+            mudd_tap_idx={"1": [0, 1], "2": [0, 1, 2]},
+            softcap_logits={"kind": "sigmoid", "a": 15.0, "b": 0.0, "c": 1.0},
+        ),
+        f"{KV}*3",
+        seed=12,
+    ),
 }
