@@ -17,7 +17,9 @@ from mlx_vlm.utils import load_model_weights
 
 from engine.config import EngineConfig, MTPConfig
 from engine.processing.checkpoint import read_config, read_optional_json, refuse_code, resolve_checkpoint
+from engine.processing.reference_config import arithmetic_reference, text_section
 from engine.protocol import EngineFailed
+from engine.worker.config_fields import check_arithmetic
 
 READY = "ready"
 OFF = "off in the configuration"
@@ -136,6 +138,11 @@ def _load(head_dir: Path, language_model: Any) -> Qwen3_5MTPDraftModel:
     config, weights = _read(head_dir)
     head_config = ModelConfig.from_dict(copy.deepcopy(config))  # from_dict edits its argument
     _check_fit(_identity(head_config.text_config), _identity(language_model.args), head_dir)
+    section = text_section(config)
+    try:
+        check_arithmetic(str(section.get("model_type")), section, head_config.text_config, arithmetic_reference(config))
+    except EngineFailed as error:
+        raise EngineFailed(f"the MTP head in {head_dir} cannot be used: {error}") from None
     # Not mlx_vlm's load_model: it drops modules without tensors instead of refusing (0.7.10, utils.py).
     head: Any = load_model_weights(Qwen3_5MTPDraftModel(head_config), config, weights, head_dir, lazy=True)
     return head

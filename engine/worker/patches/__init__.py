@@ -10,9 +10,12 @@ from engine.worker.patches import (
     gated_delta_cuda,
     gated_delta_next,
     gated_delta_rows,
+    gelu,
     gemma2_masks,
     glm_cast,
+    glm_rope,
     internlm_rope,
+    mimo_window,
     mistral_scale,
     recurrent_gemma_norm,
     row_positions,
@@ -29,7 +32,6 @@ def install(decodes: bool) -> None:
     correct_families()
     gated_delta_next.install()
     gemma2_masks.install()
-    glm_cast.install()
     mistral_scale.install()
     row_positions.install()
     if not loader.on_gpu():
@@ -43,7 +45,14 @@ def install(decodes: bool) -> None:
 
 
 def correct_families() -> None:
-    """Install the patches of families that the library computes wrongly even for one prompt without a cache."""
+    """Install the patches of families that the library builds or computes wrongly even for one prompt without a cache.
+
+    Some of them change how a module is built, so that the loader needs them first. May be called several times.
+    """
     embedding_scale.install()
+    gelu.install()
+    glm_cast.install()
+    glm_rope.install()
     internlm_rope.install()
+    mimo_window.install()
     recurrent_gemma_norm.install()

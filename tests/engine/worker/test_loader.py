@@ -9,6 +9,7 @@ import engine.worker  # noqa: F401  # before MLX
 import mlx.core as mx  # isort: skip
 import pytest
 from mlx_vlm.convert import convert
+from mlx_vlm.models.recurrent_gemma.language import Griffin
 from PIL import Image
 
 from engine.config import EngineConfig
@@ -17,9 +18,12 @@ from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineFailed
 from engine.worker import loader
 from engine.worker.model_runner import load_runner
+from engine.worker.patches import recurrent_gemma_norm
 from engine.worker.vision import VisionEncoder
 from engine.worker.vision_towers import make_tower
+from tests.support.families import FAMILIES
 from tests.support.tiny import Tiny, build
+from tests.support.zoo import make
 
 DEMO = Path(loader.__file__).parents[1] / "demo_model"
 
@@ -135,3 +139,12 @@ def test_a_tiny_checkpoint_is_reproducible_and_differs_with_the_seed(tmp_path):
     ]
     a, b, c = (file.read_bytes() for file in files)
     assert a == b != c
+
+
+def test_corrections_of_the_libraries_are_in_force_when_a_model_is_built(tmp_path, monkeypatch):
+    path = make(tmp_path / "model", FAMILIES["recurrent_gemma"])
+    monkeypatch.setattr(
+        Griffin, "__init__", recurrent_gemma_norm._library_init
+    )  # as in a process that has just started
+    layers = loader.open_model(EngineConfig(model=str(path))).module.language_model.layers
+    assert {layer.temporal_pre_norm.eps for layer in layers} == {FAMILIES["recurrent_gemma"].config["rms_norm_eps"]}
