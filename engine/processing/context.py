@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 from engine.config import EngineConfig, RopeScaling
+from engine.processing.reference_config import declared_reaches, reference_config, text_section
 from engine.protocol import EngineFailed
 
 DEFAULT_CONTEXT_TOKENS = 32768
@@ -17,18 +18,18 @@ LIMIT_IS_ORIGINAL = ("yarn", "deepseek_yarn", "telechat3-yarn")
 
 WINDOWS_IGNORED = frozenset(
     {
-        *("dots1", "gemma2", "minimax", "mistral", "mixtral", "nemotron_h", "phi3", "phimoe", "qwen2"),
+        *("dots1", "gemma2", "llama4_text", "minimax", "mistral", "mixtral", "nemotron_h", "phi3", "phimoe", "qwen2"),
         *("qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl_moe_text", "smollm3", "starcoder2"),
     }
 )
-"""Families for which the libraries ignore `sliding_window`: their attention sees all tokens, which is right as long as
-there are no more than the window has."""
+"""Families for which the libraries ignore `sliding_window` or `attention_chunk_size`: their attention sees all tokens,
+which is right as long as there are no more than the window has."""
 
-WINDOWS_ON_REQUEST = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"})
-"""Families whose windows count only with `use_sliding_window`, in the layers from `max_window_layers` on."""
+REACH = "sliding_window, attention_chunk_size or floor_scale"
+"""Fields of config.json that limit a context."""
 
-DEFAULT_WINDOWS = {"gemma2": 4096}
-"""Windows where config.json names none."""
+LIBRARY_DEFAULTS: dict[str, dict[str, Any]] = {"granitemoehybrid": {"time_step_limit": [0.0, float("inf")]}}
+"""transformers' defaults by family where mlx-vlm has others and published checkpoints leave the field out."""
 
 
 def choose_context(config: EngineConfig, model_config: dict[str, Any]) -> int:
@@ -45,8 +46,8 @@ def choose_context(config: EngineConfig, model_config: dict[str, Any]) -> int:
     window = ignored_window(model_config)
     if window is not None and wanted is not None and wanted > window:
         raise EngineFailed(
-            f"max_context_tokens is {wanted}; by config.json attention sees {window} tokens (sliding_window), but the "
-            f"library's module of {_text_section(model_config).get('model_type')} lets it see all, so that more "
+            f"max_context_tokens is {wanted}; by config.json attention sees {window} tokens ({REACH}), but the "
+            f"library's module of {text_section(model_config).get('model_type')} lets it see all, so that more "
             f"would be computed wrong. Reduce it to {window}"
         )
     most = window or 2**63
@@ -64,19 +65,15 @@ def choose_context(config: EngineConfig, model_config: dict[str, Any]) -> int:
 
 def ignored_window(model_config: dict[str, Any]) -> int | None:
     """Return the window of config.json where the libraries' attention sees all tokens; None without such a window."""
-    section = _text_section(model_config)
-    family, kinds = str(section.get("model_type", model_config.get("model_type"))), section.get("layer_types")
-    window = section.get("sliding_window", DEFAULT_WINDOWS.get(family))
-    if family not in WINDOWS_IGNORED or not isinstance(window, int) or window < 1:
+    section = text_section(model_config)
+    if section.get("model_type", model_config.get("model_type")) not in WINDOWS_IGNORED:
         return None
-    if family in WINDOWS_ON_REQUEST and section.get("use_sliding_window") is not True:
-        return None
-    if isinstance(kinds, list):
-        return window if "sliding_attention" in kinds else None
-    has_none = family in WINDOWS_ON_REQUEST | {"dots1"} and section.get("max_window_layers", 28) >= section.get(
-        "num_hidden_layers", 0
-    )
-    return None if has_none else window
+    windows = [reach for reach in declared_reaches(model_config) or () if isinstance(reach, int)]
+    reference = reference_config(model_config)
+    is_tuned = reference is not None and getattr(reference, "attn_temperature_tuning", False)
+    if is_tuned and not all(reference.no_rope_layers):
+        windows.append(reference.floor_scale - 1)  # queries of later tokens are scaled
+    return min(windows, default=None)
 
 
 def context_limit(model_config: dict[str, Any]) -> int:
@@ -93,19 +90,23 @@ def context_limit(model_config: dict[str, Any]) -> int:
 def library_config(config: EngineConfig, model_config: dict[str, Any]) -> dict[str, Any]:
     """Return config.json as the libraries shall read it: with `rope_scaling` of the settings.
 
-    transformers 5 writes base and scaling of the rope as `rope_parameters`, where many of the libraries' families read
-    `rope_theta` and `rope_scaling` alone; these are derived from it. Multimodal ropes are read from `rope_parameters`.
+    transformers 5 writes base, share and scaling of the rope as `rope_parameters`, where many of the libraries'
+    families read `rope_theta`, `partial_rotary_factor` and `rope_scaling` alone; these are derived from it. Multimodal
+    ropes are read from `rope_parameters`.
 
     Raises:
         EngineFailed: `rope_scaling` cannot be applied to this model.
     """
     changed = copy.deepcopy(model_config)
-    section = _text_section(changed)
+    section = text_section(changed)
     parameters = section.get("rope_parameters")
     _set_gemma3_base(section)
+    for name, default in LIBRARY_DEFAULTS.get(str(section.get("model_type")), {}).items():
+        section.setdefault(name, default)
     if isinstance(parameters, dict) and not _is_nested(parameters) and "mrope_section" not in parameters:
-        if "rope_theta" in parameters:
-            section.setdefault("rope_theta", parameters["rope_theta"])
+        for name in ("rope_theta", "partial_rotary_factor"):
+            if name in parameters:
+                section.setdefault(name, parameters[name])
         if _rope_type(parameters) not in UNSCALED and not section.get("rope_scaling"):
             section["rope_scaling"] = {**parameters, "rope_type": _rope_type(parameters)}
     own, declared = section.get("rope_scaling"), _declared_limit(model_config)
@@ -148,7 +149,7 @@ def declared_scalings(model_config: dict[str, Any]) -> list[dict[str, Any]]:
     Raises:
         EngineFailed: A scaling that needs a factor has none.
     """
-    section, found = _text_section(model_config), []
+    section, found = text_section(model_config), []
     for key in ("rope_scaling", "rope_parameters"):
         value = section.get(key)
         if isinstance(value, dict):
@@ -193,12 +194,6 @@ def _declared_limit(model_config: dict[str, Any]) -> int | None:
                 raise EngineFailed(f"config.json: max_position_embeddings is {limit!r}; expected a positive integer")
             return limit
     return None
-
-
-def _text_section(model_config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of config.json that describes the language model."""
-    section = model_config.get("text_config")
-    return section if isinstance(section, dict) and section else model_config
 
 
 def _rope_type(parameters: dict[str, Any]) -> Any:

@@ -27,7 +27,7 @@ from engine.processing.checkpoint import (
     resolve_checkpoint,
     vocab_size,
 )
-from engine.processing.context import choose_context, declared_scalings, ignored_window, library_config
+from engine.processing.context import REACH, choose_context, declared_scalings, ignored_window, library_config
 from engine.processing.pooling import EmbeddingModel
 from engine.processing.reranker import Reranker
 from engine.processing.tokenizer_match import why_different
@@ -36,6 +36,7 @@ from engine.start_phase import StartPhase
 from engine.worker import mtp_loader
 from engine.worker.config_fields import check_fields
 from engine.worker.draft_model import draft_unsupported_reason
+from engine.worker.dropped_weights import check_dropped
 from engine.worker.expanded_weights import Expansion, expand
 from engine.worker.family import bidirectional_reason, unknown_reason, unsupported_reason
 from engine.worker.language_model import LanguageModel
@@ -45,6 +46,7 @@ from engine.worker.patches.bare_names import bare_names
 from engine.worker.refused_families import refusal
 from engine.worker.rewind import rewind_unsupported_reason
 from engine.worker.rope import check_scaling, fix_long_factors
+from engine.worker.windows import check_windows
 
 log = logging.getLogger("orchard.engine")
 
@@ -118,6 +120,9 @@ def open_model(config: EngineConfig) -> OpenedModel:
         raise EngineFailed(f"models of the family {model_config['model_type']} ({path}) cannot be served: {reason}")
     try:
         check_fields(module.language_model, model_config)
+        check_windows(module.language_model, own_config, max_context_tokens)
+        if EmbeddingModel.read(path) is None:
+            check_dropped(module.language_model, path)
     except EngineFailed as error:
         raise EngineFailed(f"the model in {path} cannot be served: {error}") from None
     if (
@@ -126,9 +131,10 @@ def open_model(config: EngineConfig) -> OpenedModel:
         and max_context_tokens == window
     ):
         log.warning(
-            "the context is limited to the %s tokens of config.json's sliding_window, as the library's module of the "
-            "family %s ignores it",
+            "the context is limited to the %s tokens of config.json's %s, as the library's module of the family %s "
+            "ignores it",
             f"{window:,}",
+            REACH,
             model_config["model_type"],
         )
     rope_facts = _settle_rope(config, module.language_model, model_config, max_context_tokens)

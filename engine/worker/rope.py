@@ -62,6 +62,12 @@ def bases_of(language_model: Any) -> set[float]:
     return {float(base) for base in bases if base} if all(bases) else set()
 
 
+def dims_of(language_model: Any) -> set[int]:
+    """Return how many dimensions of a head the model's ropes turn; empty if one of them does not tell."""
+    dims = [getattr(rope, "dims", None) or getattr(rope, "dim", None) for rope in _ropes(language_model)]
+    return {int(one) for one in dims if one} if all(dims) else set()
+
+
 def _ropes(language_model: Any) -> Iterator[Any]:
     for _, module in language_model.named_modules():
         name = type(module).__name__

@@ -25,6 +25,12 @@ UNLIKE_MLX_LM = {
     "lfm2_moe": "mlx_lm always uses the embedding as output layer; the zoo's checkpoint has one of its own",
     "deepseek_v32": "mlx_vlm 0.7.10 always interleaves the indexer's rope, mlx_lm only if `indexer_rope_interleave` is "
     "set: other tokens are attended to in prompts longer than `index_topk`",
+    "gemma": "mlx_lm computes the exact GELU",
+    "glm": "mlx_lm turns all dimensions of a head",
+    "gpt_bigcode": "mlx_lm computes the exact GELU",
+    "gpt_neox": "mlx_lm computes the approximation of the GELU",
+    "mimo_v2_flash": "mlx_lm does not count the token itself in a window",
+    "starcoder2": "mlx_lm computes the exact GELU",
     "recurrent_gemma": "mlx_lm computes the norms of its layers with an epsilon of 1e-5, not with rms_norm_eps",
 }
 NOT_IN_MLX_LM = {

@@ -26,6 +26,7 @@ LOWEST = -1e9  # logit of tokens that are not in the head's vocabulary
 FIRST_LAYER = "midlayer."
 """Name of the head's layer in files for SGLang."""
 NUM_READ = 3
+ACTIVATION = "silu"
 
 
 class Eagle3Head(Eagle3DraftModel):
@@ -89,6 +90,10 @@ class Eagle3Format:
         target, text = config_of(language_model), head_config.transformer_layer_config
         found = {"hidden_size": head_config.target_hidden_size, "vocab_size": text.vocab_size}
         check_fit(found, {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}, head_dir)
+        if text.hidden_act != ACTIVATION:
+            raise EngineFailed(
+                f"the EAGLE-3 head in {head_dir} has hidden_act {text.hidden_act!r}, expected {ACTIVATION!r}"
+            )
         weights = {_name(name): tensor for name, tensor in split_tensors(head_dir).items()}
         head: Any = Eagle3Head(head_config, language_model)
         _check_outputs(head, language_model, head_dir)

@@ -18,6 +18,7 @@ from mlx_vlm.utils import load_model_weights
 
 from engine.processing.checkpoint import read_config
 from engine.protocol import EngineFailed
+from engine.worker.config_fields import ARITHMETIC
 from engine.worker.heads.head import Head, SharesTarget
 from engine.worker.heads.qwen import check_fit, split_tensors
 from engine.worker.kv_cache import SequenceCache
@@ -113,7 +114,7 @@ class NextnFormat:
         else:
             expected = ", ".join((*self.split_types, target.model_type))
             raise EngineFailed(f"the MTP head in {head_dir}: model_type is {family!r}, expected one of {expected}")
-        names = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "rope_theta")
+        names = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "rope_theta", *ARITHMETIC)
         text_config = config["text_config"]
         known = {name: getattr(target, name) for name in names if name in text_config and hasattr(target, name)}
         check_fit(text_config, known, head_dir)

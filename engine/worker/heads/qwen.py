@@ -14,7 +14,9 @@ from mlx_vlm.speculative.drafters.qwen3_5_mtp.split import Qwen3_5MTPSplitter, Q
 from mlx_vlm.utils import load_model_weights
 
 from engine.processing.checkpoint import read_config
+from engine.processing.reference_config import arithmetic_reference, text_section
 from engine.protocol import EngineFailed
+from engine.worker.config_fields import check_arithmetic
 from engine.worker.heads.head import Head, SharesTarget
 
 SPLIT_TYPE = Qwen3_5MTPSplitter.output_model_type
@@ -64,6 +66,12 @@ class QwenFormat:
         config, weights = self._read(head_dir)
         head_config = ModelConfig.from_dict(copy.deepcopy(config))  # from_dict edits its argument
         check_fit(_identity(head_config.text_config), _identity(language_model.args), head_dir)
+        section = text_section(config)
+        try:
+            reference = arithmetic_reference(config)
+            check_arithmetic(str(section.get("model_type")), section, head_config.text_config, reference)
+        except EngineFailed as error:
+            raise EngineFailed(f"the MTP head in {head_dir} cannot be used: {error}") from None
         # Not mlx_vlm's load_model: it drops modules without tensors instead of refusing (0.7.10, utils.py).
         head: Any = load_model_weights(QwenHead(head_config), config, weights, head_dir, lazy=True)
         return head

@@ -1,12 +1,24 @@
-"""The patches of families that the library cannot load, or computes wrongly even for one prompt without a cache."""
+"""The patches of families that the library cannot build, or computes wrongly even for one prompt without a cache."""
 
-from engine.worker.patches import embedding_scale, glm_cast, internlm_rope, phi3small_blocks, recurrent_gemma_norm
+from engine.worker.patches import (
+    embedding_scale,
+    gelu,
+    glm_cast,
+    glm_rope,
+    internlm_rope,
+    mimo_window,
+    phi3small_blocks,
+    recurrent_gemma_norm,
+)
 
 
 def correct() -> None:
     """Install them, before a model is built: some change how. May be called several times."""
     embedding_scale.install()
+    gelu.install()
     glm_cast.install()
+    glm_rope.install()
     internlm_rope.install()
+    mimo_window.install()
     phi3small_blocks.install()
     recurrent_gemma_norm.install()

@@ -104,6 +104,19 @@ def test_base_and_scaling_in_the_format_of_transformers_5_are_given_in_the_older
     assert changed["rope_theta"] == 5e5 and changed["rope_scaling"].items() >= LLAMA_31.items()
 
 
+def test_the_share_of_the_rope_is_given_in_the_older_format_too():
+    parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    read = library_config(EngineConfig(), {"model_type": "phi", "rope_parameters": parameters})
+    assert read["partial_rotary_factor"] == 0.5 and read["rope_theta"] == 1e4
+
+
+def test_a_field_that_published_checkpoints_leave_out_has_the_default_of_transformers():
+    read = library_config(EngineConfig(), {"model_type": "granitemoehybrid"})
+    assert read["time_step_limit"] == [0.0, float("inf")]
+    own = {"model_type": "granitemoehybrid", "time_step_limit": [0.01, 1.0]}
+    assert library_config(EngineConfig(), own)["time_step_limit"] == [0.01, 1.0]
+
+
 def test_an_older_config_is_left_as_it_is():
     for config in ({"rope_theta": 5.0, "rope_scaling": QWEN_YARN}, {"rope_theta": 5.0}, read_config(DEMO_MODEL)):
         assert library_config(EngineConfig(), config) == config

@@ -14,12 +14,13 @@ import pytest
 import engine.worker  # noqa: F401  # before MLX
 
 import mlx.core as mx  # isort: skip
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SpecPrefillConfig
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.worker.draft_model import DraftModel
 from engine.worker.loader import open_model
 from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.spec_prefill.draft import draft_engine_config, load_draft
 from tests.support.driver import Driver, fix_prefill_costs
 from tests.support.families import FAMILIES
 from tests.support.families.family import VOCAB_SIZE
@@ -177,3 +178,15 @@ def test_draft_model_beside_fixed_limits_of_the_head_is_refused():
     config = with_draft("demo", mtp={"max_draft_tokens": 2})
     with pytest.raises(EngineFailed, match="only one of them can draft"):
         load_runner(EngineConfig.model_validate(config), lambda progress: None)
+
+
+def test_fields_of_a_draft_models_config_are_checked_as_those_of_a_model(tmp_path, paths):
+    draft = plain_checkpoint(tmp_path / "draft", "llama")
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    reason = r"config.json has hidden_act 'gelu', but the library's module of the family llama does not read it"
+    with pytest.raises(EngineFailed, match=rf"draft_model .*{reason}"):
+        load_runner(EngineConfig.model_validate(with_draft(str(draft))), lambda progress: None)
+    scoring = draft_engine_config(SpecPrefillConfig(draft_model=str(draft)), "cpu")
+    with pytest.raises(EngineFailed, match=reason):
+        load_draft(scoring)

@@ -280,6 +280,13 @@ def test_a_head_of_another_model_is_refused(tmp_path, values, reason):
         load(DEMO_MODEL, mtp_head=str(tmp_path / "head"))
 
 
+def test_fields_of_a_heads_config_are_checked_as_those_of_a_model(tmp_path):
+    split_mtp(str(DEMO_MODEL), str(tmp_path / "head"))
+    configure(tmp_path / "head", hidden_act="gelu")
+    with pytest.raises(EngineFailed, match=r"MTP head in .* cannot be used: config.json has hidden_act 'gelu', but"):
+        load(DEMO_MODEL, mtp_head=str(tmp_path / "head"))
+
+
 def test_code_beside_a_head_is_refused_and_never_run(bare, split):
     configure(split, auto_map={"AutoModel": "evil.Model"})
     (split / "evil.py").write_text("raise SystemExit('it ran')")

@@ -34,7 +34,11 @@ EXPERT_FAMILIES: dict[str, Family] = {
     "mixtral": Family(text("mixtral", EXPERTS), f"{KV}*3"),
     "granitemoe": Family(text("granitemoe", EXPERTS, GRANITE), f"{KV}*3", seed=1),
     "glm4_moe": Family(text("glm4_moe", EXPERTS, use_qk_norm=True, partial_rotary_factor=0.5), f"{KV}*3", seed=6),
-    "minimax": Family(text("minimax", EXPERTS, shared_intermediate_size=32, rotary_dim=8), f"{KV}*3", seed=2),
+    "minimax": Family(
+        text("minimax", EXPERTS, shared_intermediate_size=32, rotary_dim=8, layer_types=["full_attention"] * 3),
+        f"{KV}*3",
+        seed=2,
+    ),
     "deepseek_v2": Family(
         text("deepseek_v2", EXPERTS, LATENT, rope_scaling=YARN, norm_topk_prob=False), f"{KV}*3", seed=1
     ),
@@ -65,7 +69,7 @@ EXPERT_FAMILIES: dict[str, Family] = {
         f"{KV}*3",
         seed=3,
     ),
-    "deepseek": Family(text("deepseek", EXPERTS), f"{KV}*3", seed=1),
+    "deepseek": Family(text("deepseek", EXPERTS, norm_topk_prob=False), f"{KV}*3", seed=1),
     "dots1": Family(text("dots1", EXPERTS), f"{KV}*3"),
     "ernie4_5_moe": Family(
         text(
@@ -84,6 +88,7 @@ EXPERT_FAMILIES: dict[str, Family] = {
         text(
             "hunyuan",
             EXPERTS,
+            norm_topk_prob=False,
             num_hidden_layers=2,
             moe_topk=2,
             num_shared_expert=1,
@@ -113,7 +118,15 @@ EXPERT_FAMILIES: dict[str, Family] = {
     ),
     "phixtral": Family(
         text(
-            "phixtral", num_vocab=VOCAB_SIZE, model_dim=32, num_heads=2, num_layers=3, rotary_dim=8, num_local_experts=4
+            "phixtral",
+            rms_norm_eps=None,
+            norm_eps=None,
+            num_vocab=VOCAB_SIZE,
+            model_dim=32,
+            num_heads=2,
+            num_layers=3,
+            rotary_dim=8,
+            num_local_experts=4,
         ),
         f"{KV}*3",
     ),

@@ -79,10 +79,21 @@ GRANITE: dict[str, Any] = {
     "embedding_multiplier": 2.0,
     "residual_multiplier": 1.0,
 }
+FALCON_H1: dict[str, Any] = {
+    "attention_out_multiplier": 0.9375,
+    "embedding_multiplier": 5.656854249492381,
+    "key_multiplier": 0.390625,
+    "mlp_multipliers": [0.8838834764831844, 0.5859375],
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+    "ssm_out_multiplier": 0.23570226039551587,
+}
+"""mlx-vlm's defaults, those of Falcon-H1 1.5B; transformers has others."""
 SLIDING_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOWS: dict[str, Any] = {"layer_types": SLIDING_LAYERS, "sliding_window": WINDOW}
 GEMMA: dict[str, Any] = {"query_pre_attn_scalar": 16, "sliding_window": WINDOW, "sliding_window_pattern": 2}
 GEMMA4: dict[str, Any] = {
+    "final_logit_softcapping": 30.0,
     "num_hidden_layers": 4,
     "sliding_window": WINDOW,
     "sliding_window_pattern": 2,
@@ -147,6 +158,7 @@ PLAMO2: dict[str, Any] = {
     "mamba_step": 2,
 }
 STEP: dict[str, Any] = {
+    "moe_router_scaling_factor": 3.0,
     "num_attention_groups": 2,
     "moe_num_experts": 4,
     "moe_top_k": 2,

@@ -4,6 +4,7 @@ from tests.support.families.family import (
     ARRAYS,
     DEFAULT_BASE,
     EXPERTS,
+    FALCON_H1,
     GATED_DELTA,
     GRANITE,
     KIMI_LINEAR,
@@ -44,6 +45,8 @@ RECURRENT_FAMILIES: dict[str, Family] = {
             EXPERTS,
             GRANITE,
             MAMBA,
+            mamba_expand=1,
+            time_step_limit=[0.0, float("inf")],
             shared_intermediate_size=64,
             layer_types=["mamba", "attention", "mamba"],
         ),
@@ -78,7 +81,7 @@ RECURRENT_FAMILIES: dict[str, Family] = {
             conv_L_cache=3,
             use_expert_bias=True,
             num_dense_layers=1,
-            full_attn_idxs=[1],
+            layer_types=["conv", "full_attention", "conv"],
         ),
         f"{ARRAYS} {KV} {ARRAYS}",
         seed=5,
@@ -130,7 +133,9 @@ RECURRENT_FAMILIES: dict[str, Family] = {
         f"{ARRAYS}*3",
         seed=5,
     ),
-    "falcon_h1": Family(text("falcon_h1", MAMBA, mamba_d_ssm=64, lm_head_multiplier=1.0), "CacheList*3", seed=14),
+    "falcon_h1": Family(
+        text("falcon_h1", MAMBA, FALCON_H1, mamba_d_ssm=64, lm_head_multiplier=1.0), "CacheList*3", seed=14
+    ),
     "bailing_moe_linear": Family(
         text(
             "bailing_moe_linear", EXPERTS, num_shared_experts=1, layer_group_size=3, group_norm_size=2, use_qk_norm=True

@@ -7,6 +7,7 @@ from tests.support.families.family import (
     KV,
     ROTATING,
     SCALED_QUERIES,
+    SLIDING_LAYERS,
     STEP,
     WINDOW,
     WINDOWED,
@@ -23,7 +24,7 @@ WINDOW_FAMILIES: dict[str, Family] = {
     "cohere2": Family(
         text("cohere2", sliding_window=WINDOW, sliding_window_pattern=2, logit_scale=4.0), WINDOWED, seed=17
     ),
-    "exaone4": Family(text("exaone4", sliding_window=WINDOW, sliding_window_pattern="LGL"), WINDOWED, seed=1),
+    "exaone4": Family(text("exaone4", WINDOWS, sliding_window_pattern="LGL"), WINDOWED, seed=1),
     "gpt_oss": Family(text("gpt_oss", EXPERTS, WINDOWS), WINDOWED, seed=1),
     "gemma4_text": Family(text("gemma4_text", GEMMA4), f"{ROTATING} {KV} {ROTATING}", seed=25),
     "mimo_v2_flash": Family(
@@ -32,6 +33,7 @@ WINDOW_FAMILIES: dict[str, Family] = {
             EXPERTS,
             rms_norm_eps=1e-5,
             hybrid_layer_pattern=[1, 0, 1],
+            layer_types=SLIDING_LAYERS,
             moe_layer_freq=[0, 1, 1],
             add_swa_attention_sink_bias=True,
             add_full_attention_sink_bias=False,
@@ -52,7 +54,16 @@ WINDOW_FAMILIES: dict[str, Family] = {
         seed=3,
     ),
     "afmoe": Family(
-        text("afmoe", EXPERTS, WINDOWS, num_shared_experts=1, num_dense_layers=1, route_norm=True, route_scale=1.5),
+        text(
+            "afmoe",
+            EXPERTS,
+            WINDOWS,
+            num_shared_experts=1,
+            num_dense_layers=1,
+            route_norm=True,
+            route_scale=1.5,
+            mup_enabled=True,
+        ),
         WINDOWED,
         seed=1,
     ),
@@ -60,7 +71,8 @@ WINDOW_FAMILIES: dict[str, Family] = {
         text(
             "cohere2_moe",
             EXPERTS,
-            WINDOWS,
+            sliding_window=WINDOW,
+            layer_types=["full_attention", "full_attention", "sliding_attention"],
             rms_norm_eps=None,
             sliding_window_pattern=2,
             num_shared_experts=1,
