@@ -60,12 +60,14 @@ UNREAD = frozenset(
         ("hrm_text", "hidden_act"),
         ("kolibri1", "hidden_act"),
         ("lfm2_moe", "routed_scaling_factor"),
+        ("llama4_text", "hidden_act"),
         ("muse_glimmer_text", "hidden_activation"),
         ("nemotron", "hidden_act"),
         ("qwen2", "hidden_act"),
         ("qwen3_5_text", "hidden_act"),
         ("qwen3_vl_moe_text", "hidden_act"),
         ("qwen3_vl_text", "hidden_act"),
+        ("qwen4_exp_text", "hidden_act"),
     }
 )
 """Fields that the library's classes have and its modules do not read."""

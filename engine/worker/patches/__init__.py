@@ -12,8 +12,11 @@ from engine.worker.patches import (
     gated_delta_rows,
     gemma2_masks,
     glm_cast,
+    hy_v4_index,
     internlm_rope,
+    llama4_rows,
     mistral_scale,
+    qwen4_rows,
     recurrent_gemma_norm,
     row_positions,
     silu_cpu,
@@ -30,7 +33,9 @@ def install(decodes: bool) -> None:
     gated_delta_next.install()
     gemma2_masks.install()
     glm_cast.install()
+    llama4_rows.install()
     mistral_scale.install()
+    qwen4_rows.install()
     row_positions.install()
     if not loader.on_gpu():
         if decodes:
@@ -45,5 +50,6 @@ def install(decodes: bool) -> None:
 def correct_families() -> None:
     """Install the patches of families that the library computes wrongly even for one prompt without a cache."""
     embedding_scale.install()
+    hy_v4_index.install()
     internlm_rope.install()
     recurrent_gemma_norm.install()
