@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_vlm.models.cache import ArraysCache, RotatingKVCache
 
+from engine.worker.chunk_layer import ChunkedCache, same_chunk
 from engine.worker.kv_cache import Cursor, SequenceCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import DraftHead
@@ -64,6 +65,11 @@ class BurstAttention:
         return mx.array(self._starts, mx.int32) if self._as_offset and not is_uniform else max(self._starts)
 
     @property
+    def starts(self) -> mx.array:
+        """int32 [B], the tokens of each prompt before the forward."""
+        return mx.array(self._starts, mx.int32)
+
+    @property
     def keys(self) -> mx.array:
         """The first prompt's, to which some families add a dependency so that they are evaluated together."""
         return self._caches[0].keys
@@ -79,12 +85,21 @@ class BurstAttention:
     def make_mask(
         self, num_new: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
+        if isinstance(self._caches[0], ChunkedCache):
+            return self._chunk_mask(num_new)
         window = min((size for size in (window_size, self._window) if size), default=None)
         first, extent = max(self._num_before), max(self._num_before) + num_new
         uniform_start = first if len(set(self._num_before)) == 1 and not return_array else None
         if uniform_start is not None and window is not None and extent <= window:
             window = None
         return Cursor(mx.array(self._num_before, mx.int32), extent, uniform_start).mask(num_new, window)
+
+    def _chunk_mask(self, num_new: int) -> mx.array:
+        """Return which slots each new token sees: bool [B, 1, num_new, extent]."""
+        starts, num_before = self.starts, mx.array(self._num_before, mx.int32)
+        positions = (starts - num_before)[:, None] + mx.arange(max(self._num_before) + num_new)
+        own = starts[:, None] + mx.arange(num_new)
+        return same_chunk(positions[:, None, None], own[:, None, :, None], self._caches[0].max_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append keys and values [B, heads, L, head_dim].

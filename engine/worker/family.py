@@ -1,18 +1,15 @@
 """Tells from a model's structure, before a weight is read, whether its family can be served."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from mlx_vlm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_vlm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_vlm.utils import get_model_and_args
 
 from engine.worker import mlx_lm_families
-
-SERVED_CACHES = (KVCache, RotatingKVCache, ArraysCache)
-"""Kinds of caches that rows of a decode batch can share and snapshots can restore. Exact types: subclasses store their
-state differently."""
+from engine.worker.layer_caches import SERVED, single_caches
 
 CLASSIFIER = "ForSequenceClassification"
 """How the names of architectures end whose output layer has classes instead of tokens."""
@@ -94,18 +91,14 @@ def _bidirectional(key: str, value: Any) -> str:
 
 
 def _cache_reason(layers: Sequence[Any]) -> str | None:
-    for i, cache in _single_caches(layers):
-        if type(cache) not in SERVED_CACHES:
-            served = ", ".join(kind.__name__ for kind in SERVED_CACHES)
-            kind = type(cache).__name__
-            return f"layer {i} keeps its state in a {kind}, which rows cannot share; models with {served} are served"
-        if isinstance(cache, RotatingKVCache) and cache.keep:
-            return f"layer {i} has a window that keeps its first {cache.keep} tokens; other windows are served"
-    return None
-
-
-def _single_caches(layers: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-    """Yield each cache with the index of its layer."""
     for i, layer in enumerate(layers):
-        for cache in layer.caches if isinstance(layer, CacheList) else (layer,):
-            yield i, cache
+        for cache in single_caches(layer):
+            if type(cache) not in SERVED:
+                served = ", ".join(kind.__name__ for kind in SERVED)
+                kind = type(cache).__name__
+                return (
+                    f"layer {i} keeps its state in a {kind}, which rows cannot share; models with {served} are served"
+                )
+            if isinstance(cache, RotatingKVCache) and cache.keep:
+                return f"layer {i} has a window that keeps its first {cache.keep} tokens; other windows are served"
+    return None

@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass
 
+from mlx_vlm.models.cache import ArraysCache
+
 from engine.worker import mtp_loader
 from engine.worker.language_model import LanguageModel
 from engine.worker.rewind import rewind_unsupported_reason
 from engine.worker.snapshot import prefix_unsupported_reason, unsupported_reason
 
 NO_POSITIONS = "this model does not accept explicit positions"
+MORE_STATES = "its recurrent layers have more than a window and a state, which a compiled step does not return"
 NO_SELECTION = "its layers cannot be run without its output layer"
 
 
@@ -37,10 +40,11 @@ class FastPaths:
         """Tell them from the model's structure; its weights need not be read."""
         positions = None if language_model.explicit_positions else NO_POSITIONS
         cache = language_model.make_cache()
+        more_states = any(isinstance(layer, ArraysCache) and len(layer.cache) > 2 for layer in cache)
         rewind = rewind_unsupported_reason(language_model)
         return cls(
             bursts=None if language_model.selects_positions else NO_SELECTION,
-            compiled_step=positions,
+            compiled_step=positions or (MORE_STATES if more_states else None),
             prompt_lookup=rewind,
             draft_model=rewind,
             mtp_head=mtp_loader.family_unsupported_reason(model_type),

@@ -13,14 +13,14 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
+from engine.worker.batch_layer import BatchLayer
+from engine.worker.chunk_layer import BatchChunkLayer, ChunkedCache
 from engine.worker.quantized_kv import KVFormat, QuantizedKVCache, format_of
 from engine.worker.recurrent_layer import BatchRecurrentLayer
-from engine.worker.window_layer import BatchWindowLayer, ring_of
+from engine.worker.window_layer import BatchWindowLayer
 
 SequenceCache = list[Any]
-"""One row's caches, those of the library for each layer: KVCache (attention; QuantizedKVCache with fewer bits),
-RotatingKVCache (attention with a sliding window) or ArraysCache (recurrent state). A layer with several has them one
-after the other."""
+"""One row's caches, those of LAYERS, for each layer. A layer with several has them one after the other."""
 
 SLOTS_STEP = 256  # slots are allocated in multiples of this number
 
@@ -54,7 +54,7 @@ class Cursor:
         return seen[:, None]
 
 
-class BatchKVLayer:
+class BatchKVLayer(BatchLayer):
     """One attention layer of all rows.
 
     Args:
@@ -69,9 +69,21 @@ class BatchKVLayer:
         self.cursor = cursor
         self.kv_format = kv_format
 
+    @classmethod
+    def of(cls, cache: KVCache, cursor: Cursor) -> "BatchKVLayer":
+        """Return a layer with one row, whose cache this is."""
+        keys, values = cache.keys, cache.values
+        assert keys is not None and values is not None
+        return cls(keys, values, cursor, format_of(cache))
+
     @property
     def offset(self) -> int | mx.array:
         return self.cursor.start if self.cursor.as_offset else self.cursor.extent
+
+    @property
+    def starts(self) -> mx.array:
+        """int32 [B], each row's next slot."""
+        return self.cursor.start
 
     @property
     def state(self) -> list[mx.array]:
@@ -115,6 +127,15 @@ class BatchKVLayer:
     def select(self, rows: mx.array, num_slots: int) -> "BatchKVLayer":
         slots = min(rounded(num_slots), self.keys.shape[2])
         return self._with(self.keys[rows, :, :slots], self.values[rows, :, :slots])
+
+    def reserve(self, num_slots: int) -> bool:
+        if self.keys.shape[2] >= num_slots:
+            return False
+        self.keys, self.values = _with_slots(self.keys, num_slots), _with_slots(self.values, num_slots)
+        return True
+
+    def with_arrays(self, arrays: Iterator[mx.array], cursor: Cursor) -> "BatchKVLayer":
+        return BatchKVLayer(next(arrays), next(arrays), cursor, self.kv_format)
 
     def _with(self, keys: mx.array, values: mx.array) -> "BatchKVLayer":
         return BatchKVLayer(keys, values, self.cursor, self.kv_format)
@@ -196,32 +217,25 @@ class BatchCache:
         self.reserve(extent)
         self.cursor.start, self.cursor.extent, self.cursor.uniform_start = start, extent, uniform_start
         for layer in self.layers:
-            if isinstance(layer, BatchRecurrentLayer):
-                layer.recording = record
+            layer.recording = record
         return self.layers
 
     def commit(self, num_kept: mx.array) -> None:
         """Return recurrent layers to the state after `num_kept` int32 [B] tokens of the recorded forward."""
         for layer in self.layers:
-            if isinstance(layer, BatchRecurrentLayer):
-                layer.commit(num_kept)
+            layer.commit(num_kept)
 
     def reserve(self, num_slots: int) -> int:
         """Allocate at least `num_slots` slots per row; return how many slots there are."""
         for layer in self.layers:
-            if isinstance(layer, BatchWindowLayer):
-                if layer.reserve(num_slots):  # otherwise there is nothing to wait for
-                    mx.eval(layer.state)
-            elif isinstance(layer, BatchKVLayer) and layer.keys.shape[2] < num_slots:
-                layer.keys, layer.values = _with_slots(layer.keys, num_slots), _with_slots(layer.values, num_slots)
+            if layer.reserve(num_slots):  # otherwise there is nothing to wait for
                 mx.eval(layer.state)
         return max(self.num_slots, rounded(num_slots))
 
     @property
     def recorded(self) -> list[mx.array]:
         """The arrays that the last forward recorded for `commit`."""
-        layers = [layer for layer in self.layers if isinstance(layer, BatchRecurrentLayer)]
-        return [array for layer in layers for array in layer.recorded]
+        return [array for layer in self.layers for array in layer.recorded]
 
     def load(self, state: Sequence[mx.array], recorded: Sequence[mx.array]) -> None:
         """Set the arrays that `state` and `recorded` of a cache of the same structure returned."""
@@ -233,15 +247,7 @@ class BatchCache:
         """Return another cache of the same structure with these arrays."""
         cursor = Cursor(self.cursor.start, 0, None, self.cursor.as_offset)
         arrays = iter(state)
-        layers: list[Any] = []
-        for layer in self.layers:
-            if isinstance(layer, BatchKVLayer):
-                layers.append(BatchKVLayer(next(arrays), next(arrays), cursor, layer.kv_format))
-            elif isinstance(layer, BatchWindowLayer):
-                layers.append(BatchWindowLayer(next(arrays), next(arrays), layer.window, cursor))
-            else:
-                layers.append(BatchRecurrentLayer([next(arrays) for _ in layer.slots]))
-        return BatchCache(layers, cursor)
+        return BatchCache([layer.with_arrays(arrays, cursor) for layer in self.layers], cursor)
 
     @property
     def state(self) -> list[mx.array]:
@@ -257,17 +263,23 @@ def num_bytes(cache: Sequence[Any]) -> int:
     return sum(layer.nbytes for layer in cache)
 
 
-def _rows_of(i: int, layer: Any, cursor: Cursor) -> BatchKVLayer | BatchWindowLayer | BatchRecurrentLayer:
-    kind: Any = type(layer)  # exact types: subclasses store their state differently
-    if kind in (KVCache, QuantizedKVCache):
-        return BatchKVLayer(layer.keys, layer.values, cursor, format_of(layer))
-    if kind is RotatingKVCache and layer.keep:
-        raise TypeError(f"layer {i}: a window that keeps its first {layer.keep} tokens cannot be batched")
-    if kind is RotatingKVCache:
-        return ring_of(layer, cursor)
-    if kind is ArraysCache and all(slot is not None for slot in layer.cache):
-        return BatchRecurrentLayer(layer.cache)
-    raise TypeError(f"layer {i}: {type(layer).__name__} cannot be batched")
+LAYERS: dict[type, Any] = {
+    KVCache: BatchKVLayer,
+    QuantizedKVCache: BatchKVLayer,
+    RotatingKVCache: BatchWindowLayer,
+    ChunkedCache: BatchChunkLayer,
+    ArraysCache: BatchRecurrentLayer,
+}
+"""A row's cache -> the layer of a decode group. Exact types: subclasses store their state differently."""
+
+
+def _rows_of(i: int, cache: Any, cursor: Cursor) -> Any:
+    kind: Any = type(cache)
+    if kind is RotatingKVCache and cache.keep:
+        raise TypeError(f"layer {i}: a window that keeps its first {cache.keep} tokens cannot be batched")
+    if kind not in LAYERS or (kind is ArraysCache and any(slot is None for slot in cache.cache)):
+        raise TypeError(f"layer {i}: {kind.__name__} cannot be batched")
+    return LAYERS[kind].of(cache, cursor)
 
 
 def rounded(num_slots: int) -> int:

@@ -7,11 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.cache import CacheList, make_prompt_cache
+from mlx_vlm.models.cache import make_prompt_cache
 
 from engine.config import MTPExact
 from engine.worker import quantized_kv
 from engine.worker.kv_cache import SequenceCache
+from engine.worker.layer_caches import as_taken, row_caches
 from engine.worker.layer_outputs import LayerOutputs
 from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCache
 
@@ -130,7 +131,9 @@ class LanguageModel:
         self.exact: MTPExact = exact
         self._has_head = has_head and layer_outputs is None
         self._layer_outputs = layer_outputs
-        self._returns_hidden = hasattr(language_model, "speculative_logits_from_hidden")
+        self._returns_hidden = hasattr(language_model, "speculative_logits_from_hidden") and not hasattr(
+            language_model, "_batch_invariant_decode"
+        )  # Qwen4 returns the states before its last mixer
 
     @cached_property
     def explicit_positions(self) -> bool:
@@ -202,20 +205,16 @@ class LanguageModel:
         return quantized_kv.formats(cache, self.kv_bits)
 
     def _unquantized_cache(self) -> SequenceCache:
-        layers = make_prompt_cache(self.lm)
-        return [one for layer in layers for one in (layer.caches if isinstance(layer, CacheList) else (layer,))]
+        return row_caches(make_prompt_cache(self.lm))
 
     @cached_property
-    def _num_caches(self) -> list[int]:
-        """Per layer the number of its caches; 0 for one that is not in a CacheList."""
-        return [len(one.caches) if isinstance(one, CacheList) else 0 for one in make_prompt_cache(self.lm)]
+    def _library_layers(self) -> list[Any]:
+        """Empty caches of the library, for their classes."""
+        return make_prompt_cache(self.lm)
 
     def _nested(self, cache: list) -> list:
         """Return the caches as the model's layers take them."""
-        if not any(self._num_caches):
-            return cache
-        rest = iter(cache)
-        return [CacheList(*(next(rest) for _ in range(num))) if num else next(rest) for num in self._num_caches]
+        return as_taken(self._library_layers, iter(cache))
 
     def embed(self, token_ids: mx.array) -> mx.array:
         """Embed tokens: [B, L] -> [B, L, hidden]."""
@@ -406,10 +405,10 @@ class LanguageModel:
     def _hidden(self, token_ids: mx.array, cache: list, positions: mx.array, **kwargs: Any) -> mx.array:
         if not self._returns_hidden:
             positions = mx.broadcast_to(positions, (3, *token_ids.shape))
-            return self.lm.model(token_ids, cache=cache, position_ids=positions, **kwargs)
+            return self.lm.model(token_ids, cache=self._nested(cache), position_ids=positions, **kwargs)
         out = self.lm(
             token_ids,
-            cache=cache,
+            cache=self._nested(cache),
             position_ids=positions,
             skip_logits=True,
             return_hidden=True,

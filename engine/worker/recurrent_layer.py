@@ -34,6 +34,12 @@ class BatchRecurrentLayer(_Library):
         self._states: dict[int, mx.array] = {}
         self._factors: dict[int, Factors] = {}
 
+    @classmethod
+    def of(cls, cache: ArraysCache, cursor: Any) -> "BatchRecurrentLayer":
+        """Return a layer with one row, whose cache this is."""
+        slots: list[Any] = cache.cache
+        return cls(slots)
+
     def __getitem__(self, index: int) -> mx.array:
         return self.slots[index]
 
@@ -73,7 +79,7 @@ class BatchRecurrentLayer(_Library):
                 self._states = {1: next(recorded)}
 
     def update_window(self, index: int, source: mx.array, width: int, *, lengths: None = None) -> None:
-        """Store the windows. source [B, width + L, channels]: the window after t tokens is source[:, t : t + width]."""
+        """Store the windows. source [B, width + L, ...]: the window after t tokens is source[:, t : t + width]."""
         self.slots[index] = mx.contiguous(source[:, source.shape[1] - width :])
         if self.recording:
             self._windows[index] = (source, width)
@@ -101,7 +107,8 @@ class BatchRecurrentLayer(_Library):
         """Return to the state after `num_kept` int32 [B] >= 1 tokens of the recorded forward."""
         for index, (source, width) in self._windows.items():
             at = num_kept[:, None] + mx.arange(width)
-            self.slots[index] = mx.take_along_axis(source, at[..., None], axis=1)
+            at = at.reshape(*at.shape, *[1] * (source.ndim - 2))
+            self.slots[index] = mx.take_along_axis(source, at, axis=1)
         for index, states in self._states.items():
             batch, length = states.shape[:2]
             at = mx.arange(batch) * length + num_kept - 1
@@ -109,6 +116,13 @@ class BatchRecurrentLayer(_Library):
         for index, factors in self._factors.items():
             self.slots[index] = factors.state_after(self.slots[index], num_kept)
         self._windows, self._states, self._factors, self.recording = {}, {}, {}, False
+
+    def reserve(self, num_slots: int) -> bool:
+        """Return False: a state has no slots."""
+        return False
+
+    def with_arrays(self, arrays: Iterator[mx.array], cursor: Any) -> "BatchRecurrentLayer":
+        return BatchRecurrentLayer([next(arrays) for _ in self.slots])
 
     def row(self, index: int, num_tokens: int) -> ArraysCache:
         """Return one row's cache, as lazy slices."""

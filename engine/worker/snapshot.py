@@ -20,8 +20,8 @@ import numpy as np
 from mlx_vlm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from engine.core.batch import SEGMENT_ARRAYS
-from engine.worker.kv_cache import BatchKVLayer, SequenceCache, rounded
-from engine.worker.quantized_kv import QuantizedKVCache, format_of
+from engine.worker.kv_cache import LAYERS, BatchKVLayer, SequenceCache, rounded
+from engine.worker.quantized_kv import format_of
 from engine.worker.window_layer import last_tokens
 
 SMALL_BYTES = 2**22
@@ -105,9 +105,8 @@ class StateSnapshot:
 def unsupported_reason(cache: SequenceCache) -> str | None:
     """Return why a row with such layers cannot be cached, None if it can."""
     for i, layer in enumerate(cache):
-        kind: Any = type(layer)  # exact types: subclasses store their state differently
-        if kind not in (KVCache, QuantizedKVCache, ArraysCache, RotatingKVCache):
-            return f"layer {i} keeps its state in a {kind.__name__}, which cannot be restored"
+        if type(layer) not in LAYERS:
+            return f"layer {i} keeps its state in a {type(layer).__name__}, which cannot be restored"
     return None
 
 

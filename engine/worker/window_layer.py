@@ -11,11 +11,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import RotatingKVCache
 
+from engine.worker.batch_layer import BatchLayer
+
 RING_MARGIN = 32
 """Slots of a ring beyond its window; bounds the tokens per step and the tokens computed after a row's last one."""
 
 
-class BatchWindowLayer:
+class BatchWindowLayer(BatchLayer):
     """One sliding-window layer of all rows.
 
     Args:
@@ -24,6 +26,18 @@ class BatchWindowLayer:
         window: How many tokens a token sees, itself included.
         cursor: Where the rows write, see kv_cache.Cursor.
     """
+
+    row_kind: type[RotatingKVCache] = RotatingKVCache  # of one row's cache
+
+    @classmethod
+    def of(cls, cache: RotatingKVCache, cursor: Any) -> "BatchWindowLayer":
+        """Return a layer with one row, whose cache this is."""
+        window = cache.max_size
+        keys, values = last_tokens(cache)
+        if cache.offset > ring_slots(window) or keys.shape[2] < cache.offset:
+            ring, first = ring_slots(window), cache.offset - keys.shape[2]
+            keys, values = (mx.roll(_padded(array, ring), first % ring, 2) for array in (keys, values))
+        return cls(keys, values, window, cursor)
 
     def __init__(self, keys: mx.array, values: mx.array, window: int, cursor: Any):
         self.keys, self.values = keys, values
@@ -56,7 +70,11 @@ class BatchWindowLayer:
         newest = (cursor.start + num_new - 1)[:, None]
         held = (newest - (newest - mx.arange(num_slots)) % ring_slots(self.window))[:, None]
         own = (cursor.start[:, None] + mx.arange(num_new))[..., None]
-        return ((held >= 0) & (held <= own) & (held > own - window))[:, None]
+        return self._sees(held, own, window)[:, None]
+
+    def _sees(self, held: mx.array, own: mx.array, window: int) -> mx.array:
+        """Return which of the positions that slots hold are seen from `own`; negative ones are of empty slots."""
+        return (held >= 0) & (held <= own) & (held > own - window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write keys and values [B, heads, L, head_dim] at the cursor; return all slots of the ring in use."""
@@ -81,23 +99,27 @@ class BatchWindowLayer:
         first = max(num_tokens - self.window, 0)
         slots = mx.arange(first, num_tokens) % ring_slots(self.window)
         keys, values = (array[index : index + 1][:, :, slots] for array in self.state)
-        return window_cache(keys, values, self.window, num_tokens)
+        cache = self.row_kind(max_size=self.window)
+        cache.keys, cache.values = keys, values
+        cache.offset, cache._idx = num_tokens, keys.shape[2]
+        return cache
 
     def append(self, rows: Sequence[Any]) -> "BatchWindowLayer":
         """Return the layer with more rows: RotatingKVCaches of one row each, or layers of other groups."""
-        others = [row if isinstance(row, BatchWindowLayer) else ring_of(row, self.cursor) for row in rows]
+        others = [row if isinstance(row, BatchWindowLayer) else self.of(row, self.cursor) for row in rows]
         num_slots = max(layer.keys.shape[2] for layer in [self, *others])
         keys, values = (
             mx.concatenate([_padded(slots, num_slots) for slots in arrays])
             for arrays in zip(*(layer.state for layer in [self, *others]), strict=True)
         )
-        return BatchWindowLayer(keys, values, self.window, self.cursor)
+        return type(self)(keys, values, self.window, self.cursor)
 
     def select(self, rows: mx.array, num_slots: int) -> "BatchWindowLayer":
         num_slots = min(self._allocated(num_slots), self.keys.shape[2])
-        return BatchWindowLayer(
-            self.keys[rows, :, :num_slots], self.values[rows, :, :num_slots], self.window, self.cursor
-        )
+        return type(self)(self.keys[rows, :, :num_slots], self.values[rows, :, :num_slots], self.window, self.cursor)
+
+    def with_arrays(self, arrays: Iterator[mx.array], cursor: Any) -> "BatchWindowLayer":
+        return type(self)(next(arrays), next(arrays), self.window, cursor)
 
     def _allocated(self, num_slots: int) -> int:
         step = RotatingKVCache.step
@@ -107,17 +129,6 @@ class BatchWindowLayer:
 def ring_slots(window: int) -> int:
     """Return the slots of a whole ring."""
     return window + RING_MARGIN
-
-
-def ring_of(cache: RotatingKVCache, cursor: Any) -> BatchWindowLayer:
-    """Return the layer of a decode group with one row, whose cache this is."""
-    window = cache.max_size
-    keys, values = last_tokens(cache)
-    if cache.offset <= ring_slots(window) and keys.shape[2] == cache.offset:
-        return BatchWindowLayer(keys, values, window, cursor)
-    ring, first = ring_slots(window), cache.offset - keys.shape[2]
-    keys, values = (mx.roll(_padded(array, ring), first % ring, 2) for array in (keys, values))
-    return BatchWindowLayer(keys, values, window, cursor)
 
 
 def last_tokens(cache: RotatingKVCache) -> tuple[mx.array, mx.array]:
@@ -131,14 +142,6 @@ def last_tokens(cache: RotatingKVCache) -> tuple[mx.array, mx.array]:
         keys, values = keys[..., :end, :], values[..., :end, :]
     num_tokens = min(cache.offset, cache.max_size, keys.shape[2])
     return keys[..., -num_tokens:, :], values[..., -num_tokens:, :]
-
-
-def window_cache(keys: mx.array, values: mx.array, window: int, num_tokens: int) -> RotatingKVCache:
-    """Return a row's cache that holds its last tokens, the oldest first."""
-    cache = RotatingKVCache(max_size=window)
-    cache.keys, cache.values = keys, values
-    cache.offset, cache._idx = num_tokens, keys.shape[2]
-    return cache
 
 
 def _padded(slots: mx.array, num_slots: int) -> mx.array:

@@ -13,8 +13,10 @@ from engine.worker.patches import (
     gated_delta_rows,
     gemma2_masks,
     limite_rows,
+    llama4_rows,
     mistral_scale,
     quantized_cuda,
+    qwen4_rows,
     row_positions,
     silu_cpu,
 )
@@ -31,7 +33,9 @@ def install(decodes: bool) -> None:
     gated_delta_next.install()
     gemma2_masks.install()
     limite_rows.install()
+    llama4_rows.install()
     mistral_scale.install()
+    qwen4_rows.install()
     row_positions.install()
     if not loader.on_gpu():
         if decodes:

@@ -5,6 +5,7 @@ from engine.worker.patches import (
     gelu,
     glm_cast,
     glm_rope,
+    hy_v4_index,
     internlm_rope,
     mimo_window,
     phi3small_blocks,
@@ -18,6 +19,7 @@ def correct() -> None:
     gelu.install()
     glm_cast.install()
     glm_rope.install()
+    hy_v4_index.install()
     internlm_rope.install()
     mimo_window.install()
     phi3small_blocks.install()

@@ -10,7 +10,7 @@ import engine.worker  # noqa: F401  # before MLX
 import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
-from mlx_vlm.models.cache import CacheList, ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_vlm.models.cache import CacheList, ChunkedKVCache, KVCache, PoolingCache, RotatingKVCache
 
 from engine.config import EngineConfig
 from engine.protocol import EngineFailed
@@ -22,34 +22,7 @@ from tests.support.families import FAMILIES
 from tests.support.families.family import EXPERTS, SIGLIP, TOWER, Family, text, vlm
 from tests.support.zoo import make
 
-CHUNKED = Family(
-    vlm(
-        "llama4",
-        text("llama4_text", head_dim=16, intermediate_size_mlp=64, num_local_experts=2, attention_chunk_size=8),
-        {
-            "model_type": "llama4_vision_model",
-            "hidden_size": 32,
-            "image_size": 28,
-            "initializer_range": 0.02,
-            "intermediate_size": 128,
-            "norm_eps": 1e-5,
-            "num_attention_heads": 2,
-            "num_channels": 3,
-            "num_hidden_layers": 1,
-            "patch_size": 14,
-            "pixel_shuffle_ratio": 0.5,
-            "projector_input_dim": 128,
-            "projector_output_dim": 128,
-            "projector_dropout": 0.0,
-            "vision_output_dim": 128,
-            "rope_theta": 10000.0,
-            "vision_feature_layer": -1,
-            "vision_feature_select_strategy": "default",
-        },
-        text_only=True,
-    ),
-    "ChunkedKVCache",
-)
+OTHER_CACHE = Family(text("z1t", num_hidden_layers=2, aft_heads=2), "Z1TCache*2")
 
 
 @pytest.fixture
@@ -65,8 +38,8 @@ def load(path: Path) -> None:
 
 
 def test_a_family_with_another_kind_of_cache_is_named_with_its_layer(tmp_path, reads_no_weight):
-    path = make(tmp_path / "llama4", CHUNKED)
-    with pytest.raises(EngineFailed, match=r"family llama4 .*layer 0 keeps its state in a ChunkedKVCache.*KVCache"):
+    path = make(tmp_path / "z1t", OTHER_CACHE)
+    with pytest.raises(EngineFailed, match=r"family z1t .*layer 0 keeps its state in a Z1TCache.*KVCache"):
         load(path)
 
 
@@ -102,7 +75,8 @@ class LanguageModel:
     [
         ((KVCache(), RotatingKVCache(8)), None),
         ((CacheList(KVCache(), RotatingKVCache(8)),), None),
-        ((KVCache(), CacheList(KVCache(), ChunkedKVCache(8))), "layer 1 keeps its state in a ChunkedKVCache"),
+        ((CacheList(KVCache(), ChunkedKVCache(8)),), None),
+        ((KVCache(), CacheList(KVCache(), PoolingCache(8))), "layer 1 keeps its state in a PoolingCache"),
         ((RotatingKVCache(8, keep=4),), "layer 0 has a window that keeps its first 4 tokens"),
     ],
 )

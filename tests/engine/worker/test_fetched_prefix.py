@@ -1,4 +1,4 @@
-"""Models of three families: the tokens after a prefix from another engine equal those after a computed one."""
+"""Models of five families: the tokens after a prefix from another engine equal those after a computed one."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -42,7 +42,7 @@ class Node(Driver):
         self.core.prefix.store.reset()
 
 
-@pytest.fixture(scope="module", params=["llama", "hybrid", "deepseek_v3"])
+@pytest.fixture(scope="module", params=["llama", "hybrid", "deepseek_v3", "llama4", "qwen4_exp"])
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MLXRunner:
     """Never closed: that would take the main thread's streams from the tests that follow."""
     path = tmp_path_factory.mktemp("model") / request.param

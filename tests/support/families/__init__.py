@@ -7,6 +7,7 @@ give other tokens with fewer. Real models have 64 or more.
 from tests.support.families.dense import DENSE
 from tests.support.families.experts import EXPERT_FAMILIES
 from tests.support.families.family import Family
+from tests.support.families.indexed import INDEXED_FAMILIES
 from tests.support.families.mlx_lm_alone import MLX_LM_FAMILIES
 from tests.support.families.quantized import QUANTIZED
 from tests.support.families.recurrent import RECURRENT_FAMILIES
@@ -18,6 +19,7 @@ FAMILIES: dict[str, Family] = {
     **EXPERT_FAMILIES,
     **WINDOW_FAMILIES,
     **RECURRENT_FAMILIES,
+    **INDEXED_FAMILIES,
     **MLX_LM_FAMILIES,
     **VISION_FAMILIES,
     **QUANTIZED,

@@ -15,11 +15,6 @@ REFUSED_BY_CACHE: dict[str, str] = {
     "deepseek_v4": _cache(1, "PoolingCache"),
     "deepseek_v41": _cache(0, "DeepseekV41Cache"),
     "glm5_next": _cache(3, "PoolingCache"),
-    "hy_v4": _cache(0, "HyV4KVCache"),
-    "llama4": _cache(0, "ChunkedKVCache"),
-    "minimax_m3": _cache(3, "MiniMaxM3KVCache"),
-    "minimax_m3_vl": _cache(3, "MiniMaxM3KVCache"),
-    "qwen4_exp": _cache(3, "QSAKVCache"),
     "unlimited_ocr": _cache(0, "RingSlidingKVCache"),
     "z1t": _cache(0, "Z1TCache"),
 }

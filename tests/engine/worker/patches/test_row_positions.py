@@ -9,7 +9,14 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from engine.worker.patches import glm_cast, internlm_rope, recurrent_gemma_norm, row_positions
+from engine.worker.patches import (
+    glm_cast,
+    internlm_rope,
+    llama4_rows,
+    qwen4_rows,
+    recurrent_gemma_norm,
+    row_positions,
+)
 
 
 @pytest.mark.parametrize("rope", [row_positions.JinaRoPE, *internlm_rope.LIBRARY])
@@ -27,6 +34,11 @@ STILL_NEEDED = [
     (row_positions.LIBRARY[row_positions.hunyuan_vl.Attention], "cos = cos[-L:]"),
     (row_positions.LIBRARY[row_positions.GPTBigCodeModel], "np.arange(cache[0].offset"),
     (row_positions.LIBRARY[row_positions.Indexer], "row_pos = offset + mx.arange(s)"),
+    (llama4_rows.LIBRARY[llama4_rows.Attention], "offset_scalar.max().item()"),
+    (llama4_rows.LIBRARY[llama4_rows.LlamaModel], "offset.max().item()"),
+    (qwen4_rows.LIBRARY["select"], "mx.maximum(query_ends[None] - left_padding[:, None], 0)"),
+    (qwen4_rows.LIBRARY["make_cache"], "ArraysCache(size=4"),
+    (qwen4_rows.LIBRARY["embed"], "(batch, self.context_len), self.eos_token_id"),
     (glm_cast.library_predicate.fget, "cast_predicate(self)"),
     *((rope, "scale=self.scale") for rope in internlm_rope.LIBRARY.values()),
 ]

@@ -1,0 +1,25 @@
+"""What a decode group asks of each of its layers; each kind of state has a class of its own.
+
+Beside these methods a layer has `row`, `append`, `select`, `with_arrays` and `load` for its rows' arrays, and those of
+the library's caches by which the model's layers read and write it.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+
+class BatchLayer:
+    """A layer whose rows have one slot per token, so that rejected tokens are overwritten."""
+
+    recording = False
+    """Whether `commit` follows the next forward."""
+    recorded: Sequence[mx.array] = ()
+    """The arrays that the last forward recorded for `commit`."""
+
+    def commit(self, num_kept: mx.array) -> None:
+        """Return to the state after `num_kept` int32 [B] >= 1 tokens of the recorded forward."""
+
+    def reserve(self, num_slots: int) -> bool:
+        """Allocate slots for `num_slots` tokens per row; return whether there are more now."""
+        raise NotImplementedError
