@@ -19,7 +19,18 @@ LIMIT_IS_ORIGINAL = ("yarn", "deepseek_yarn", "telechat3-yarn")
 WINDOWS_IGNORED = frozenset(
     {
         *("dots1", "gemma2", "llama4_text", "minimax", "mistral", "mixtral", "nemotron_h", "phi3", "phimoe", "qwen2"),
-        *("qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl_moe_text", "smollm3", "starcoder2"),
+        *(
+            "qwen2_5_vl",
+            "qwen2_5_vl_text",
+            "qwen2_moe",
+            "qwen2_vl",
+            "qwen2_vl_text",
+            "qwen3",
+            "qwen3_moe",
+            "qwen3_vl_moe_text",
+            "smollm3",
+            "starcoder2",
+        ),
     }
 )
 """Families for which the libraries ignore `sliding_window` or `attention_chunk_size`: their attention sees all tokens,
@@ -70,8 +81,11 @@ def ignored_window(model_config: dict[str, Any]) -> int | None:
         return None
     windows = [reach for reach in declared_reaches(model_config) or () if isinstance(reach, int)]
     reference = reference_config(model_config)
-    is_tuned = reference is not None and getattr(reference, "attn_temperature_tuning", False)
-    if is_tuned and not all(reference.no_rope_layers):
+    if (
+        reference is not None
+        and getattr(reference, "attn_temperature_tuning", False)
+        and not all(reference.no_rope_layers)
+    ):
         windows.append(reference.floor_scale - 1)  # queries of later tokens are scaled
     return min(windows, default=None)
 

@@ -3,7 +3,6 @@
 import logging
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from copy import deepcopy
 from functools import lru_cache
 from json import dumps, loads
@@ -42,8 +41,7 @@ def arithmetic_reference(config: dict[str, Any]) -> Any | None:
         return None
     for name, value in section.items():
         if name != "model_type" and hasattr(made, name):
-            with suppress(Exception):  # a property, or a value that its validation refuses
-                setattr(made, name, value)
+            vars(made)[name] = value  # past the validation that refuses it
     return made
 
 

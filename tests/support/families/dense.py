@@ -20,7 +20,7 @@ DENSE: dict[str, Family] = {
     "phi3": Family(text("phi3"), f"{KV}*3"),
     "granite": Family(text("granite", GRANITE), f"{KV}*3", seed=3),
     "olmo2": Family(text("olmo2"), f"{KV}*3", seed=1),
-    "glm": Family(text("glm"), f"{KV}*3", seed=2),
+    "glm": Family(text("glm"), f"{KV}*3", seed=0),
     "glm4": Family(text("glm4", partial_rotary_factor=0.5), f"{KV}*3"),
     "starcoder2": Family(text("starcoder2"), f"{KV}*3", seed=2),
     "smollm3": Family(text("smollm3", no_rope_layer_interval=2), f"{KV}*3", seed=1),

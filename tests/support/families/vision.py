@@ -323,7 +323,7 @@ VISION_FAMILIES: dict[str, Family] = {
             TOWER,
         ),
         f"{KV} {ROTATING} {KV}",
-        seed=12,
+        seed=19,
     ),
     "got": Family(text("got"), f"{KV}*3", seed=1),
     "locateanything": Family(

@@ -51,7 +51,7 @@ WINDOW_FAMILIES: dict[str, Family] = {
             n_shared_experts=None,
         ),
         WINDOWED,
-        seed=3,
+        seed=6,
     ),
     "afmoe": Family(
         text(
