@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mlx_vlm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
+from mlx_vlm.models.cache import ArraysCache, CacheList, ChunkedKVCache, RotatingKVCache, make_prompt_cache
 
 from engine.processing.reference_config import RECURRENT, Reach, declared_reaches, text_section
 from engine.protocol import EngineFailed
@@ -53,9 +53,11 @@ def found_reaches(language_model: Any) -> list[Reach]:
 
 def _reach(cache: Any) -> Reach:
     parts = cache.caches if isinstance(cache, CacheList) else (cache,)
-    windows = [part.max_size for part in parts if isinstance(part, RotatingKVCache)]
-    if windows:
-        return windows[0]
+    for part in parts:
+        if isinstance(part, RotatingKVCache):
+            return part.max_size
+        if isinstance(part, ChunkedKVCache):
+            return part.chunk_size
     return RECURRENT if all(isinstance(part, ArraysCache) for part in parts) else None
 
 

@@ -24,8 +24,9 @@ def test_selected_logits_are_those_of_the_whole_forward(name):
     if name in NO_SELECTION:
         return
     token_ids = mx.array([prompt(NUM_TOKENS), prompt(NUM_TOKENS, seed=1)], mx.int32)
-    whole = np.array(language_model.lm(token_ids, cache=empty_cache(language_model.lm)).logits)
     positions = np.broadcast_to(np.arange(NUM_TOKENS, dtype=np.int32), (3, 2, NUM_TOKENS))
+    more = {"position_ids": mx.array(positions)} if language_model.explicit_positions else {}
+    whole = np.array(language_model.lm(token_ids, cache=empty_cache(language_model.lm), **more).logits)
     for select, expected in ((lambda h: h[:, -1:], whole[:, -1:]), (lambda h: h[1:, 3:4], whole[1:, 3:4])):
         cache = language_model.make_cache()
         logits = language_model.extend_to_end(token_ids, None, cache, positions, select)[0]

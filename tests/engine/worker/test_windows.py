@@ -107,3 +107,14 @@ def test_chunks_and_scaled_queries_of_llama_4_limit_the_context():
     assert ignored_window(plain) == 8192 and ignored_window(plain | {"attention_chunk_size": 64}) == 64
     assert ignored_window(plain | {"layer_types": ["full_attention"] * 4}) is None
     assert "llama4_text" in WINDOWS_IGNORED
+
+
+def test_chunks_of_llama4_limit_no_context_and_another_order_of_its_layers_is_refused():
+    families.correct()
+    config = copy.deepcopy(FAMILIES["llama4"].config)
+    assert ignored_window(config) is None
+    check_windows(new_module(config).language_model, config, 4096)
+    text = config["text_config"]
+    text["no_rope_layers"] = [0, *[1] * (text["num_hidden_layers"] - 1)]
+    with pytest.raises(EngineFailed, match="layer 0 attends to all tokens, but in the library's module"):
+        check_windows(new_module(config).language_model, config, 4096)
