@@ -17,6 +17,15 @@ from tests.support.families.family import SLIDING_LAYERS
 from tests.support.zoo import new_module
 
 QWEN: dict[str, Any] = {"hidden_act": "silu", "use_sliding_window": False, "rms_norm_eps": 1e-6}
+QWEN_3_5: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attn_output_gate": True,
+    "mamba_ssm_dtype": "float32",
+    "mlp_only_layers": [],
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "rms_norm_eps": 1e-6,
+}
 LLAMA_3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -171,6 +180,13 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], int]] = {
     "Pythia": ("gpt_neox", {"hidden_act": "gelu", "rotary_pct": 0.25, "use_parallel_residual": True}, 4096),
     "GPT-NeoX 20B": ("gpt_neox", {"hidden_act": "gelu_fast", "rotary_pct": 0.25}, 4096),
     "GPT-2": ("gpt2", {"activation_function": "gelu_new"}, 4096),
+    "Qwen3.5": ("qwen3_5", QWEN_3_5, 4096),
+    "Qwen3.5 35B A3B": ("qwen3_5_moe", QWEN_3_5 | {"router_aux_loss_coef": 0.001, "output_router_logits": False}, 4096),
+    "Qwen3-Next": (
+        "qwen3_next",
+        QWEN | {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "router_aux_loss_coef": 0.001},
+        4096,
+    ),
 }
 """Family, fields and context limit."""
 
