@@ -27,6 +27,9 @@ SAME_NAME = {
 EPSILONS = ("layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "norm_epsilon", "rms_norm_eps")
 """Names of one thing: a family reads one of them."""
 
+SWITCH = "attn_temperature_tuning"
+"""A field that checkpoints of Llama 4 set to true or to 4, which means the same."""
+
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(ACTIVATIONS, ("silu",)),
     **dict.fromkeys(EPSILONS, ()),
@@ -220,6 +223,8 @@ def _refusal(family: str, name: str, value: str, computed: str) -> EngineFailed:
 def _are_same(name: str, one: Any, other: Any) -> bool:
     values = [SAME_NAME.get(value, value) if isinstance(value, str) else value for value in (one, other)]
     values = [list(value) if isinstance(value, tuple) else value for value in values]
+    if name == SWITCH:
+        values = [bool(value) for value in values]
     neutral = (None, *NEUTRAL[name])
     return values[0] == values[1] or all(value in neutral for value in values)
 

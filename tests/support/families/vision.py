@@ -298,7 +298,7 @@ VISION_FAMILIES: dict[str, Family] = {
         text(
             "phi4mm",
             partial_rotary_factor=0.5,
-            vision_config=TOWER,
+            vision_config=dict(TOWER),
             vision_lora={"layer": "", "r": 4, "lora_alpha": 8, "dp": 0.0},
             speech_lora={"r": 4, "lora_alpha": 8},
         ),
@@ -308,7 +308,7 @@ VISION_FAMILIES: dict[str, Family] = {
     "plamo2vl": Family(vlm("plamo2vl", text("plamo2", PLAMO2), SIGLIP), f"{ARRAYS} {KV} {ARRAYS}"),
     "smolvlm": Family(vlm("smolvlm", text("llama"), TOWER | {"model_type": "smolvlm_vision"}), f"{KV}*3"),
     "step3p7": Family(vlm("step3p7", text("step3p5", WINDOWS, STEP, moe_layers_enum=[1, 2]), TOWER), WINDOWED, seed=3),
-    "youtu_vl": Family(text("youtu_vl", LATENT, vision_config=TOWER), f"{KV}*3", seed=3),
+    "youtu_vl": Family(text("youtu_vl", LATENT, vision_config=dict(TOWER)), f"{KV}*3", seed=3),
     "gemma4_unified": Family(
         vlm(
             "gemma4_unified",
@@ -345,7 +345,9 @@ VISION_FAMILIES: dict[str, Family] = {
         f"{KV}*3",
         seed=1,
     ),
-    "paddleocr_vl": Family(text("paddleocr_vl", PADDLE_ROPE, use_bias=False, vision_config=TOWER), f"{KV}*3", seed=3),
+    "paddleocr_vl": Family(
+        text("paddleocr_vl", PADDLE_ROPE, use_bias=False, vision_config=dict(TOWER)), f"{KV}*3", seed=3
+    ),
     "ernie4_5_moe_vl": Family(
         text(
             "ernie4_5_moe_vl",

@@ -116,6 +116,9 @@ WINDOW_FAMILIES: dict[str, Family] = {
     "limite": Family(
         text(
             "limite",
+            rms_norm_eps=None,
+            layer_norm_eps=None,
+            norm_eps=None,
             attention_softmax_scale=0.25,
             attn_gate_channels=16,
             ve_dim=16,
