@@ -1,4 +1,4 @@
-"""IngressPeers: all ingresses of the application, as one of them knows them. Nothing is sent while nobody asks."""
+"""IngressPeers: all ingresses of the application, as one of them knows them. No message is sent without a question."""
 
 import asyncio
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a decode group asks of each of its layers; each kind of state has a class of its own.
+"""The methods that a decode group calls on its layers; each kind of state has a class of its own.
 
 Beside these methods a layer has `row`, `append`, `select`, `with_arrays` and `load` for its rows' arrays, and those of
 the library's caches by which the model's layers read and write it.

@@ -18,7 +18,7 @@ from engine.protocol import EngineFailed
 from engine.worker.language_model import config_of
 
 TEXT_PARTS = frozenset({"backbone", "gpt_neox", "language_model", "llm", "model", "text_model", "transformer"})
-"""What names of a language model's tensors have before `layers`; those of towers and heads have other parts."""
+"""Parts before `layers` in the names of a language model's tensors; those of towers and heads have others."""
 
 HEAD = "lm_head.weight"
 EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "tok_embeddings.weight", "wte.weight")

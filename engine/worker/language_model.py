@@ -384,7 +384,7 @@ class LanguageModel:
         The hidden states are lazy. Takes no images. Requires that `states_unsupported_reason` returns None.
         """
         hidden = self._states(token_ids, cache, positions)
-        self._read()  # nobody reads them
+        self._read()  # frees the outputs of the layers
         return hidden
 
     def _states(self, token_ids: mx.array, cache: list, positions: np.ndarray | mx.array) -> mx.array:

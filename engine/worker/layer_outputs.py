@@ -1,4 +1,4 @@
-"""What some layers of the target return in a forward, for heads that read more than its last hidden states."""
+"""Records outputs of the target's layers for heads that read more than its last hidden states."""
 
 from collections.abc import Sequence
 from typing import Any

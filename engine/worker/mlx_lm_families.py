@@ -60,7 +60,7 @@ def _adapted(name: str, library: Any) -> ModuleType:
 
 
 class _WithLayers:
-    """What mlx_lm looks at to make the caches of a model: its layers, or how its own class makes them."""
+    """Stands for a model where mlx_lm makes its caches: has its layers, or its class's own way to make them."""
 
     def __init__(self, language_model: Any, library_class: Any):
         self.layers = language_model.layers

@@ -1,4 +1,4 @@
-"""What `kv_cache.bits` costs on real text: perplexity of SmolLM2 135M and Gemma 3 270M with 16, 8 and 4 bits.
+"""Measures the cost of `kv_cache.bits` on real text: perplexity of SmolLM2 135M and Gemma 3 270M with 16, 8 and 4 bits.
 
     uv run python -m tests.benchmarks.perplexity_bench [--models smollm2,gemma3] [--tokens 2000]
 

@@ -55,7 +55,7 @@ class Replica(INGRESS):
         await super().__init__(*arguments)
 
     def __del__(self) -> None:
-        """Serve awaits the one of the ingress; here nobody does."""
+        """Stands for the ingress's own, which Serve awaits and these tests do not."""
 
 
 async def make_ingress(

@@ -18,7 +18,7 @@ class CodeEdit:
     path: str
     """The module, relative to the repository."""
     change: str
-    """What is asked for."""
+    """The change, in the words of the prompt."""
     replaced: tuple[tuple[str, str], ...]
     """Each text, all occurrences of which are replaced, and what takes its place."""
 

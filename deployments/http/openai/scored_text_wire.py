@@ -1,4 +1,4 @@
-"""What the wire models of rerank and score have in common: texts, and the fields that neither has."""
+"""Types of text that rerank and score share in their wire models, and the fields that neither model has."""
 
 from typing import Annotated, Any
 

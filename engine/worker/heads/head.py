@@ -1,4 +1,4 @@
-"""What the engine needs of a form of MTP heads: how its checkpoints are read, and how it computes."""
+"""Interfaces of the forms of MTP heads: how their checkpoints are read, and how they compute."""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ class Head(Protocol):
 
     @property
     def layer_outputs(self) -> LayerOutputs | None:
-        """What it reads of the target; None for the hidden states after the last norm."""
+        """The target's layers whose outputs it reads; None if it reads the hidden states after the last norm."""
         ...
 
     @property

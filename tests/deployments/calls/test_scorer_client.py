@@ -1,4 +1,4 @@
-"""Whatever keeps engine or scorer from answering makes a prompt dense, and what nobody waits for is cancelled."""
+"""If engine or scorer does not answer, the prompt is dense; a call whose caller has gone is cancelled."""
 
 import asyncio
 import logging

@@ -172,7 +172,7 @@ def test_pixels_are_dropped_as_soon_as_the_engine_has_them():
         ),
         Graph(streams=[[LAST]], plans=[ActorDiedError(), PLAN]),
         Graph(streams=[[LAST]], plans=[task_error(ActorDiedError()), PLAN]),
-        Graph(streams=[[asyncio.CancelledError()], [LAST]]),  # the replica has cancelled it, nobody here has
+        Graph(streams=[[asyncio.CancelledError()], [LAST]]),  # cancelled by the replica, not by the caller
         Graph(streams=[[LAST]], plans=[asyncio.CancelledError(), PLAN]),
     ],
 )

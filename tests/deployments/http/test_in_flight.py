@@ -61,7 +61,7 @@ def test_choices_finished_long_ago_do_not_count_in_the_rate():
 
 
 def test_number_of_recorded_ends_is_bounded_by_the_averaging_window():
-    """However long the house is never empty, and nobody is refused."""
+    """Also if requests are always in flight and none is refused."""
     clock = Clock()
     pace = Pace(clock)
     for _ in range(3000):

@@ -1,4 +1,4 @@
-"""What the files of sentence-transformers say about a reranker."""
+"""A reranker is recognized by its files of sentence-transformers."""
 
 import json
 from pathlib import Path

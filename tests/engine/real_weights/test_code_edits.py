@@ -24,7 +24,7 @@ NUM_TOKENS = 120
 """Tokens of an answer, of which the first are those of the module's beginning."""
 LOOKUP: dict[str, Any] = {"prompt_lookup": {"max_draft_tokens": 8}}
 LOGPROB_TOLERANCE = 1e-3
-"""Of one token; the products of nine tokens round otherwise than those of one."""
+"""Per token: forwards over nine tokens round otherwise than those over one."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What each layer attends to is what config.json says, as transformers resolves it, or the checkpoint is refused."""
+"""Each layer has the window of config.json, as transformers resolves it, or the checkpoint is refused."""
 
 import copy
 from typing import Any
