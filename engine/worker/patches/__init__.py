@@ -6,6 +6,7 @@ from engine.worker import loader
 from engine.worker.patches import (
     afm7_reuse,
     attention_cpu,
+    convolutions_cuda,
     families,
     gated_delta_chunks,
     gated_delta_cuda,
@@ -44,5 +45,6 @@ def install(decodes: bool) -> None:
         attention_cpu.install()
         silu_cpu.install()
     elif mx.cuda.is_available():
+        convolutions_cuda.install()
         gated_delta_cuda.install()
         quantized_cuda.install()
