@@ -203,7 +203,10 @@ class PrefixCacheConfig(Frozen):
         "before the answer, and at the end of the prompt",
     )
     min_tokens: int = Field(
-        default=16, ge=1, description="smallest number of tokens between a snapshot and the one before it"
+        default=16,
+        ge=1,
+        description="smallest number of tokens between a snapshot and the one before it; on a GPU up to 256, where "
+        "fewer are computed in less time than a snapshot takes",
     )
     answers: bool = Field(
         default=True, description="cache the state after answers, from which a conversation's next turn continues"

@@ -159,6 +159,8 @@ class ModelRunner(Protocol):
     """Decode steps measured at warm-up; empty if it was skipped."""
     chunk_times: Sequence[ChunkTime]
     """Chunks measured at warm-up; empty if it was skipped."""
+    snapshot_s: float
+    """Seconds of taking a snapshot of few tokens and restoring it, measured at warm-up on a GPU; otherwise 0."""
     memory_limit_bytes: int
     """Memory that the engine may use unless it is configured."""
 

@@ -136,6 +136,7 @@ class MLXRunner:
         self.costs = MemoryCosts()
         self.step_times: Sequence[StepTime] = ()
         self.chunk_times: Sequence[ChunkTime] = ()
+        self.snapshot_s = 0.0
         self._max_running = config.max_running
         self._a_snapshot: StateSnapshot | None = None
         self.capabilities: dict[str, Any] = {
@@ -170,6 +171,9 @@ class MLXRunner:
                 self, self._max_running, lambda share: compiled(STEPS_SHARE * share)
             )
             warm_up.run_like_an_answer(self, self._a_snapshot)
+            warm_up.run_burst(self)
+            if loader.on_gpu():  # on a CPU it is far less than a chunk, and noise should not decide what is cached
+                self.snapshot_s = warm_up.snapshot_s(self)
             self.chunk_times = warm_up.time_chunks(self)
             compiled(CHUNKS_SHARE)
             if self._vision is not None:

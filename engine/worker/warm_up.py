@@ -7,7 +7,16 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.core.batch import PLAIN, ChunkTime, Drafts, PrefillOutput, RowOutput, RowSnapshot, StepTime
+from engine.core.batch import (
+    PLAIN,
+    ChunkTime,
+    Drafts,
+    PrefillOutput,
+    PromptChunk,
+    RowOutput,
+    RowSnapshot,
+    StepTime,
+)
 from engine.core.request import Request
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.drafting import most_draft_tokens
@@ -23,6 +32,10 @@ TIMED_STEPS, MAX_TIMED_S = 2, 0.15
 """Steps that are timed per number of rows and way to draft, and the total seconds after which no further one is."""
 CHUNK_TOKENS, LONG_CHUNK_S = (64, 256), 0.25
 """Tokens of the chunks that are timed, each after an untimed one; none after a chunk of LONG_CHUNK_S."""
+TIMED_SNAPSHOTS = 4
+"""Snapshots of one prompt that are timed; the fastest counts."""
+BURST_TOKENS = (7, 4)
+"""Tokens of the prompts that are computed in one forward, and then as many of each in another one."""
 
 
 SAMPLED = SamplingParams(2**20, top_p=0.9, min_p=0.01, top_k=20, presence_penalty=1, repetition_penalty=1.1)
@@ -38,7 +51,10 @@ class Runner(Protocol):
 
     @property
     def active_bytes(self) -> int: ...
+    @property
+    def no_bursts(self) -> str | None: ...
     def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput: ...
+    def prefill_burst(self, chunks: Sequence[PromptChunk]) -> Sequence[PrefillOutput]: ...
     def snapshot(self, rows: Sequence[Request]) -> StateSnapshot | None: ...
     def restore(self, rows: Sequence[Request], snapshot: StateSnapshot) -> None: ...
     def snapshot_row(self, row_id: str) -> RowSnapshot | None: ...
@@ -93,6 +109,39 @@ def run_like_an_answer(runner: Runner, snapshot: StateSnapshot | None) -> None:
     if snapshot is not None:
         runner.snapshot_row(row.id)
     runner.drop([row.id])
+
+
+def run_burst(runner: Runner) -> None:
+    """Compile what the first prompts that arrive together use: two forwards of prompts of unlike lengths."""
+    if runner.no_bursts is not None or 2 * max(BURST_TOKENS) >= runner.max_context_tokens:
+        return
+    rows = [
+        Request(EngineRequest(f"warm-up-burst-{n}", np.zeros(2 * n, np.int32), SamplingParams(1), ()))
+        for n in BURST_TOKENS
+    ]
+    for _ in range(2):
+        outputs = runner.prefill_burst([PromptChunk(row, n) for row, n in zip(rows, BURST_TOKENS, strict=True)])
+        for row, output in zip(rows, outputs, strict=True):
+            row.num_prefilled += output.num_tokens
+    runner.drop([row.id for row in rows])
+
+
+def snapshot_s(runner: Runner) -> float:
+    """Return the seconds of taking a snapshot and restoring it: the same copies twice, whatever their size.
+
+    On a GPU they are the launches of some hundred small copies; 0 if the model supports no snapshots.
+    """
+    if runner.no_snapshots is not None:
+        return 0.0
+    row = Request(EngineRequest("warm-up-snapshot", np.zeros(NUM_TOKENS, np.int32), SamplingParams(1), ()))
+    runner.prefill([row], NUM_TOKENS // 2)
+    seconds: list[float] = []
+    for _ in range(TIMED_SNAPSHOTS):
+        began_s = time.perf_counter()
+        runner.snapshot([row])
+        seconds.append(time.perf_counter() - began_s)
+    runner.drop([row.id])
+    return 2 * min(seconds)
 
 
 def time_chunks(runner: Runner) -> list[ChunkTime]:

@@ -58,6 +58,7 @@ class NoSnapshots:
     drafts: Sequence[Drafts] = ()
     no_drafts: Mapping[Proposer, str] = MappingProxyType({})
     chunk_times: Sequence[ChunkTime] = ()
+    snapshot_s: float = 0.0
     memory_limit_bytes: int = 2**30
     active_bytes: int = 0
     feature_bytes: int = 0
@@ -146,6 +147,7 @@ class FakeRunner:
         self.costs, self.memory_limit_bytes = MemoryCosts(), 2**30
         self.step_times: Sequence[StepTime] = ()
         self.chunk_times: Sequence[ChunkTime] = ()
+        self.snapshot_s = 0.0
         self.active_bytes = self.feature_bytes = 0
         self.capabilities: dict[str, Any] = {"media": []}
         self.accepts = accepts

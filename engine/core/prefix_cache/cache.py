@@ -24,7 +24,7 @@ from engine.core.prefix_cache.prefix_fetcher import PrefixFetcher
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.restorer import PrefixRestorer
 from engine.core.prefix_cache.session import PrefixCacheSession
-from engine.core.prefix_cache.snapshot_boundaries import choose_boundaries
+from engine.core.prefix_cache.snapshot_boundaries import choose_boundaries, least_tokens
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.core.prefix_cache.snapshot_taker import SnapshotTaker
 from engine.core.prefix_cache.status import cache_status
@@ -71,6 +71,12 @@ class PrefixCache:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._config = config
+        self._min_tokens = least_tokens(config.min_tokens, runner.snapshot_s, costs)
+        if self._min_tokens > config.min_tokens:
+            fewer = (
+                "prefixes of fewer than %d tokens are not cached: computing them takes less than a snapshot, %.1f ms"
+            )
+            log.info(fewer, self._min_tokens, 1e3 * runner.snapshot_s)
         self._runner = runner
         self._stats = stats
         self._prompt_s = costs.prompt_s
@@ -92,7 +98,7 @@ class PrefixCache:
             fetcher = PrefixFetcher(peers, self._disk.adopt, costs, clock)
         self._answers = AnswerStatistics(config.answers)
         self._restorer = PrefixRestorer(runner, self.memory, self._loans, self._disk, fetcher)
-        self._taker = SnapshotTaker(runner, self.memory, self._loans, self._disk, self._answers, config.min_tokens)
+        self._taker = SnapshotTaker(runner, self.memory, self._loans, self._disk, self._answers, self._min_tokens)
 
     # Prompts that have not begun
 
@@ -136,7 +142,7 @@ class PrefixCache:
                 continue
             num_common = min(key.num_common(other.key), eligibility.max_tokens(row, key))
             reached = max((b.num_tokens for b in other.todo if b.num_tokens <= num_common), default=0)
-            if reached >= longest + self._config.min_tokens:
+            if reached >= longest + self._min_tokens:
                 longest, source = reached, other.row
         return source
 
@@ -353,7 +359,7 @@ class PrefixCache:
         counters.num_misses += num_cached == 0
         if spec.sparse is not None and num_cached >= spec.sparse.num_dense:
             return None  # as much as its plan allows
-        miss = explain(self.store, spec.request_id, key, spec.origin, num_cached, self._config.min_tokens)
+        miss = explain(self.store, spec.request_id, key, spec.origin, num_cached, self._min_tokens)
         if miss is not None:
             self.store.recent_misses.appendleft(miss)
             if not num_cached:
@@ -365,4 +371,4 @@ class PrefixCache:
         spec, kinds = row.spec, {*self._config.boundaries, *(("system",) if row.spec.pinned else ())}
         wanted = [*spec.boundaries, Boundary("prompt", len(spec.token_ids) - 1)]
         wanted = [one for one in wanted if one.kind in kinds and one.num_tokens <= row.num_dense_tokens]
-        return choose_boundaries(wanted, key, self._config.min_tokens, start, spec.pinned)
+        return choose_boundaries(wanted, key, self._min_tokens, start, spec.pinned)

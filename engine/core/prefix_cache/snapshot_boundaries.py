@@ -1,11 +1,30 @@
 """Where a prompt's prefill takes snapshots. Pure."""
 
+import math
 from collections.abc import Iterable
 
+from engine.core.cost_model import CostModel
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.protocol import Boundary
 
 KIND_ORDER = ("system", "turn", "prompt")
+
+MOST_LEAST_TOKENS = 256
+"""Limit of `least_tokens`: a conversation of a few turns is cached on any device, however fast it computes."""
+
+
+def least_tokens(min_tokens: int, snapshot_s: float, costs: CostModel) -> int:
+    """Return the fewest tokens that are worth a snapshot: computing them takes as long as taking and restoring it.
+
+    Args:
+        min_tokens: The least that is returned.
+        snapshot_s: Seconds of taking a snapshot and restoring it.
+        costs: Predicts the seconds of computing tokens.
+    """
+    token_s = (costs.chunk_s(MOST_LEAST_TOKENS, 0) - costs.chunk_s(1, 0)) / (MOST_LEAST_TOKENS - 1)
+    if snapshot_s >= token_s * MOST_LEAST_TOKENS:
+        return max(min_tokens, MOST_LEAST_TOKENS if snapshot_s else 0)
+    return max(min_tokens, math.ceil(snapshot_s / token_s))
 
 
 def choose_boundaries(

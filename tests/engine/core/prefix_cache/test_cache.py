@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
+from engine.core.batch import ChunkTime
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.protocol import Boundary, EngineRequest, FinishReason, ImagePatches, PromptOrigin, SamplingParams
 from tests.support.driver import Driver
@@ -110,6 +111,17 @@ def test_prompts_are_not_cached_when_the_cache_is_off_or_unsupported_by_the_mode
     unable = Driver(runner, config())
     assert cached(unable, request("a", SYSTEM, QUESTION), request("b", SYSTEM, QUESTION)) == [0, 0]
     assert unable.core.prefix.status().off_reason == "layer 3 cannot" and not snapshots(runner)
+
+
+def test_prefixes_that_take_less_time_than_a_snapshot_are_not_cached(runner, caplog):
+    runner.chunk_times, runner.snapshot_s = [ChunkTime(n, 0.02 + n * 1e-4) for n in (64, 256)], 0.006
+    with caplog.at_level("INFO", "orchard.engine"):
+        driver = Driver(runner, config())
+    assert "prefixes of fewer than 60 tokens are not cached" in caplog.text
+    assert cached(driver, request("a", SYSTEM, [5] * 10), request("b", SYSTEM, [5] * 10)) == [0, 0]
+    assert not snapshots(runner)
+    assert cached(driver, request("c", SYSTEM, QUESTION), request("d", SYSTEM, QUESTION)) == [0, 70]
+    assert snapshots(runner) == [70], "the system part has 40 tokens"
 
 
 def test_a_hit_always_leaves_at_least_one_token_to_compute(runner):

@@ -3,10 +3,13 @@
 from typing import Any
 
 import numpy as np
+import pytest
 
 from engine.config import BoundaryKind
+from engine.core.batch import ChunkTime
+from engine.core.cost_model import CostModel
 from engine.core.prefix_cache.prompt_key import Media, PromptKey
-from engine.core.prefix_cache.snapshot_boundaries import choose_boundaries
+from engine.core.prefix_cache.snapshot_boundaries import MOST_LEAST_TOKENS, choose_boundaries, least_tokens
 from engine.protocol import Boundary
 
 
@@ -59,3 +62,18 @@ def test_of_two_boundaries_at_one_place_the_system_part_is_chosen():
     key = PromptKey("model", "", np.arange(200, dtype=np.int32))
     wanted = [*turns(50), *turns(50, kind="system")]
     assert choose_boundaries(wanted, key, 16) == turns(50, kind="system")
+
+
+@pytest.mark.parametrize(
+    ("token_s", "snapshot_s", "least"),
+    [(1e-3, 0, 16), (1e-3, 0.005, 16), (1e-4, 0.005, 50), (2e-5, 0.005, 250), (1e-5, 0.005, MOST_LEAST_TOKENS)],
+)
+def test_the_fewer_seconds_a_token_takes_the_more_of_them_are_worth_a_snapshot(token_s, snapshot_s, least):
+    costs = CostModel(chunk_times=[ChunkTime(n, 0.02 + n * token_s) for n in (64, 256)])
+    assert least_tokens(16, snapshot_s, costs) == pytest.approx(least, rel=0.05)
+
+
+def test_more_tokens_are_asked_for_than_the_device_needs():
+    costs = CostModel(chunk_times=[ChunkTime(64, 0.02), ChunkTime(256, 0.02)])  # as fast as it can be measured
+    assert least_tokens(16, 0.005, costs) == MOST_LEAST_TOKENS
+    assert least_tokens(1000, 0.005, costs) == 1000 and least_tokens(16, 0.0, costs) == 16
