@@ -119,8 +119,7 @@ class MLXRunner:
         compiled = use_compiled(config, paths)
         self._batch = DecodeBatch(self._language_model, self._head, model.vocab_size, compiled)
         self._prompts: dict[str, Prompt] = {}  # by the ids of the rows that share it
-        self.max_context_tokens = model.max_context_tokens
-        self.vocab_size = model.vocab_size
+        self.max_context_tokens, self.vocab_size = model.max_context_tokens, model.vocab_size
         self.drafts: Sequence[Drafts]
         self.no_drafts: Mapping[Proposer, str]
         self.drafts, self.no_drafts = drafts_offered(config, self._head, model.mtp_status, self._language_model)

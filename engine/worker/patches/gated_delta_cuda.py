@@ -14,8 +14,9 @@ from mlx_vlm.models.qwen3_5 import gated_delta
 
 WARPS_PER_BLOCK = 4
 
-MAX_COMPILED_TOKENS = 16
-"""Each length up to this has a kernel of its own; one kernel serves all longer ones."""
+MAX_VERIFIED_TOKENS = 16
+"""Decode steps have a kernel for each length up to this, with unrolled loops. One kernel serves all lengths of prompts:
+another one takes 1.5 to 2 s to compile, in each process."""
 
 SOURCE = """
     // One warp per value row: a state row S[dv] of Dk floats lies in its lanes' registers, N each. A token is loaded
@@ -96,17 +97,17 @@ def run(
     num_v_heads, v_dim = v.shape[2:]
     if state is None:
         state = mx.zeros((batch, num_v_heads, v_dim, k_dim), mx.float32)
-    is_long = length > MAX_COMPILED_TOKENS
+    is_step = length == 1 or (num_states > 0 and length <= MAX_VERIFIED_TOKENS)
     kernel: Any = mx.fast.cuda_kernel(
-        name="gated_delta_prompt" if is_long else "gated_delta_rows",
-        input_names=["q", "k", "v", "g", "beta", "state_in", *(["length"] if is_long else [])],
+        name="gated_delta_rows" if is_step else "gated_delta_prompt",
+        input_names=["q", "k", "v", "g", "beta", "state_in", *([] if is_step else ["length"])],
         output_names=["y", "state_out", "states"],
-        source="    const int T = length[0];" + SOURCE if is_long else SOURCE,
+        source=SOURCE if is_step else "    const int T = length[0];" + SOURCE,
     )
     sizes = {"Kept": num_states, "Hk": num_k_heads, "Hv": num_v_heads, "Dk": k_dim, "Dv": v_dim}
-    sizes |= {} if is_long else {"T": length}
+    sizes |= {"T": length} if is_step else {}
     y, last, states = kernel(
-        inputs=[q, k, v, g, beta, state, *([mx.array([length], mx.int32)] if is_long else [])],
+        inputs=[q, k, v, g, beta, state, *([] if is_step else [mx.array([length], mx.int32)])],
         template=[("InT", q.dtype), *sizes.items()],
         grid=(32, v_dim, batch * num_v_heads),
         threadgroup=(32, WARPS_PER_BLOCK, 1),
