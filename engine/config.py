@@ -202,11 +202,11 @@ class PrefixCacheConfig(Frozen):
         description="where snapshots of a prompt are taken: after the system part with its tools, after the last turn "
         "before the answer, and at the end of the prompt",
     )
-    min_tokens: int = Field(
-        default=16,
+    min_tokens: int | None = Field(
+        default=None,
         ge=1,
-        description="smallest number of tokens between a snapshot and the one before it; on a GPU up to 256, where "
-        "fewer are computed in less time than a snapshot takes",
+        description="smallest number of tokens between a snapshot and the one before it; null: 16, and on a GPU up to "
+        "256 where computing them takes less time than a snapshot",
     )
     answers: bool = Field(
         default=True, description="cache the state after answers, from which a conversation's next turn continues"

@@ -18,6 +18,9 @@ from engine.worker import device_facts
 
 DRAFTS = {"max_draft_tokens": 3, "max_rows": 8}
 PLAIN: dict[str, Any] = {"mtp": "off", "prompt_lookup": "off", "prefix_cache": {"enabled": False}}
+
+CACHING: dict[str, Any] = {"min_tokens": 16}
+"""The prefix cache of checks whose prompts are short: on a GPU they would not be worth a snapshot."""
 """Neither drafts nor prefix cache."""
 
 SHORTENED_PRODUCTS = 1e-5
@@ -62,7 +65,6 @@ class Bench:
 
     def __init__(self, runner: ModelRunner, config: EngineConfig, prompts: Prompts, scale: Scale):
         self.runner = runner
-        runner.snapshot_s = 0.0  # the prompts of the checks are short, and are to be cached all the same
         self.config = config
         self.prompts = prompts
         self.scale = scale

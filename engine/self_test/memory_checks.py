@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from engine.core.request import Request
 from engine.host_memory import HostMemory
-from engine.self_test.bench import DRAFTS, Bench
+from engine.self_test.bench import CACHING, DRAFTS, Bench
 from engine.self_test.outcome import NotApplicable, Outcome, Status, graded
 from engine.worker import device_facts
 
@@ -66,7 +66,7 @@ def snapshots(bench: Bench) -> Outcome:
     """Compare the bytes of the prefix cache with those that are freed by clearing it."""
     if bench.runner.no_snapshots is not None:
         raise NotApplicable(f"no prefix cache: {bench.runner.no_snapshots}")
-    run = bench.core_run(prefix_cache={})
+    run = bench.core_run(prefix_cache=CACHING)
     long = replace(bench.questions[-1], boundaries=bench.first_turn.boundaries)
     run.run({0: [bench.first_turn, long]})
     predicted, before = run.core.prefix.store.num_bytes, device_facts.held_bytes()

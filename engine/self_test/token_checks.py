@@ -10,7 +10,7 @@ import numpy as np
 from engine.core.spec_prefill.plan import fingerprint
 from engine.protocol import EngineRequest, SparsePlan
 from engine.self_test.agreement import SAFETY, Answer, agree
-from engine.self_test.bench import DRAFTS, Bench, changed
+from engine.self_test.bench import CACHING, DRAFTS, Bench, changed
 from engine.self_test.core_run import CoreRun
 from engine.self_test.outcome import NotApplicable, Outcome, Status, graded
 from engine.snapshot_store.files import SnapshotFiles
@@ -111,7 +111,7 @@ def prompt_lookup(bench: Bench) -> Outcome:
 def snapshot_in_memory(bench: Bench) -> Outcome:
     """Continue a conversation from the prefix cache, against computing all of it."""
     _require_snapshots(bench)
-    run = bench.core_run(prefix_cache={})
+    run = bench.core_run(prefix_cache=CACHING)
     second = bench.second_turn(run.run({0: [bench.first_turn]})["first turn"])
     return _hit("snapshot hit = miss, memory", bench, second, run.run({0: [second]})["second turn"])
 
@@ -120,9 +120,8 @@ def snapshot_on_disk(bench: Bench) -> Outcome:
     """Continue a conversation from files that another engine has written, against computing all of it."""
     _require_snapshots(bench)
     with tempfile.TemporaryDirectory(prefix="orchard-self-test-") as directory:
-        config = changed(
-            bench.config, mtp="off", prompt_lookup="off", prefix_cache={"disk": {"path": directory, "max_gb": DISK_GB}}
-        )
+        caching = CACHING | {"disk": {"path": directory, "max_gb": DISK_GB}}
+        config = changed(bench.config, mtp="off", prompt_lookup="off", prefix_cache=caching)
         writer = _with_files(config, bench)
         second = bench.second_turn(writer.run({0: [bench.first_turn]})["first turn"])
         writer.core.prefix.close(DISK_CLOSE_S)

@@ -6,6 +6,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
+from engine.core.prefix_cache.snapshot_boundaries import LEAST_TOKENS
 from engine.protocol import EngineRequest
 from tests.support.conversations import plain_request, plain_tokens
 from tests.support.driver import Driver
@@ -13,7 +14,7 @@ from tests.support.fake_runner import FakeRunner, answer
 from tests.support.night import some_at_night
 
 NUM_PROMPT, NUM_ANSWER = 60, 90
-MIN_TOKENS = EngineConfig().prefix_cache.min_tokens
+MIN_TOKENS = LEAST_TOKENS
 
 
 def make_driver(runner: ModelRunner, mtp: object = "off", **settings: object) -> Driver:

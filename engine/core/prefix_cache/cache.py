@@ -24,7 +24,7 @@ from engine.core.prefix_cache.prefix_fetcher import PrefixFetcher
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.restorer import PrefixRestorer
 from engine.core.prefix_cache.session import PrefixCacheSession
-from engine.core.prefix_cache.snapshot_boundaries import choose_boundaries, least_tokens
+from engine.core.prefix_cache.snapshot_boundaries import LEAST_TOKENS, choose_boundaries, least_tokens
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.core.prefix_cache.snapshot_taker import SnapshotTaker
 from engine.core.prefix_cache.status import cache_status
@@ -71,12 +71,12 @@ class PrefixCache:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._config = config
-        self._min_tokens = least_tokens(config.min_tokens, runner.snapshot_s, costs)
-        if self._min_tokens > config.min_tokens:
-            fewer = (
-                "prefixes of fewer than %d tokens are not cached: computing them takes less than a snapshot, %.1f ms"
+        self._min_tokens = config.min_tokens or least_tokens(runner.snapshot_s, costs)
+        if config.min_tokens is None and self._min_tokens > LEAST_TOKENS:
+            computed_sooner = (
+                "prefixes of fewer than %d tokens are not cached: a snapshot of them takes longer, %.1f ms"
             )
-            log.info(fewer, self._min_tokens, 1e3 * runner.snapshot_s)
+            log.info(computed_sooner, self._min_tokens, 1e3 * runner.snapshot_s)
         self._runner = runner
         self._stats = stats
         self._prompt_s = costs.prompt_s

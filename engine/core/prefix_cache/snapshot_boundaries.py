@@ -9,22 +9,20 @@ from engine.protocol import Boundary
 
 KIND_ORDER = ("system", "turn", "prompt")
 
-MOST_LEAST_TOKENS = 256
-"""Limit of `least_tokens`: a conversation of a few turns is cached on any device, however fast it computes."""
+LEAST_TOKENS, MOST_LEAST_TOKENS = 16, 256
+"""Range of `least_tokens`. The upper end: a conversation of a few turns is cached on any device, however fast it is."""
 
 
-def least_tokens(min_tokens: int, snapshot_s: float, costs: CostModel) -> int:
+def least_tokens(snapshot_s: float, costs: CostModel) -> int:
     """Return the fewest tokens that are worth a snapshot: computing them takes as long as taking and restoring it.
 
     Args:
-        min_tokens: The least that is returned.
         snapshot_s: Seconds of taking a snapshot and restoring it.
         costs: Predicts the seconds of computing tokens.
     """
     token_s = (costs.chunk_s(MOST_LEAST_TOKENS, 0) - costs.chunk_s(1, 0)) / (MOST_LEAST_TOKENS - 1)
-    if snapshot_s >= token_s * MOST_LEAST_TOKENS:
-        return max(min_tokens, MOST_LEAST_TOKENS if snapshot_s else 0)
-    return max(min_tokens, math.ceil(snapshot_s / token_s))
+    worth = math.ceil(snapshot_s / token_s) if token_s * MOST_LEAST_TOKENS > snapshot_s else MOST_LEAST_TOKENS
+    return max(LEAST_TOKENS, worth) if snapshot_s else LEAST_TOKENS
 
 
 def choose_boundaries(

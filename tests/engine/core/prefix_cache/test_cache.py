@@ -122,6 +122,8 @@ def test_prefixes_that_take_less_time_than_a_snapshot_are_not_cached(runner, cap
     assert not snapshots(runner)
     assert cached(driver, request("c", SYSTEM, QUESTION), request("d", SYSTEM, QUESTION)) == [0, 70]
     assert snapshots(runner) == [70], "the system part has 40 tokens"
+    asked = Driver(runner, config(min_tokens=16))
+    assert cached(asked, request("a", SYSTEM, [5] * 10), request("b", SYSTEM, [5] * 10)) == [0, 40], "as configured"
 
 
 def test_a_hit_always_leaves_at_least_one_token_to_compute(runner):

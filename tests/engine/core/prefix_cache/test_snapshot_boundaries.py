@@ -70,10 +70,9 @@ def test_of_two_boundaries_at_one_place_the_system_part_is_chosen():
 )
 def test_the_fewer_seconds_a_token_takes_the_more_of_them_are_worth_a_snapshot(token_s, snapshot_s, least):
     costs = CostModel(chunk_times=[ChunkTime(n, 0.02 + n * token_s) for n in (64, 256)])
-    assert least_tokens(16, snapshot_s, costs) == pytest.approx(least, rel=0.05)
+    assert least_tokens(snapshot_s, costs) == pytest.approx(least, rel=0.05)
 
 
-def test_more_tokens_are_asked_for_than_the_device_needs():
+def test_a_device_on_which_tokens_cost_no_measurable_time_caches_long_prefixes_all_the_same():
     costs = CostModel(chunk_times=[ChunkTime(64, 0.02), ChunkTime(256, 0.02)])  # as fast as it can be measured
-    assert least_tokens(16, 0.005, costs) == MOST_LEAST_TOKENS
-    assert least_tokens(1000, 0.005, costs) == 1000 and least_tokens(16, 0.0, costs) == 16
+    assert least_tokens(0.005, costs) == MOST_LEAST_TOKENS and least_tokens(0.0, costs) == 16
