@@ -6,7 +6,7 @@ from engine.worker import loader
 from engine.worker.patches import (
     afm7_reuse,
     attention_cpu,
-    convolutions_cuda,
+    convolutions,
     families,
     gated_delta_chunks,
     gated_delta_cuda,
@@ -38,6 +38,8 @@ def install(decodes: bool) -> None:
     mistral_scale.install()
     qwen4_rows.install()
     row_positions.install()
+    if not loader.on_gpu() or mx.cuda.is_available():
+        convolutions.install()
     if not loader.on_gpu():
         if decodes:
             gated_delta_rows.install()
@@ -45,6 +47,5 @@ def install(decodes: bool) -> None:
         attention_cpu.install()
         silu_cpu.install()
     elif mx.cuda.is_available():
-        convolutions_cuda.install()
         gated_delta_cuda.install()
         quantized_cuda.install()

@@ -1,4 +1,4 @@
-"""The convolutions that CUDA gets are those of the library, whatever the shape."""
+"""Convolutions give what those of the library give, whatever the shape."""
 
 import engine.worker  # noqa: F401  # before MLX
 
@@ -7,14 +7,14 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from engine.worker.patches import convolutions_cuda
+from engine.worker.patches import convolutions
 
 TOLERANCE = {mx.float32: 1e-5, mx.bfloat16: 2e-2}
 """Largest difference between values of about 1: bfloat16 has 8 significant bits."""
 
 
 def assert_same(layer: nn.Module, x: mx.array) -> None:
-    found, expected = convolutions_cuda.convolve(layer, x), layer(x)
+    found, expected = convolutions.convolve(layer, x), layer(x)
     assert found.shape == expected.shape and found.dtype == expected.dtype
     difference = np.abs(np.array(found.astype(mx.float32)) - np.array(expected.astype(mx.float32)))
     assert difference.max() <= TOLERANCE[x.dtype]
@@ -24,13 +24,13 @@ def assert_same(layer: nn.Module, x: mx.array) -> None:
 def library_calls(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The layers that were left to the library."""
     called = list[nn.Module]()
-    for kind, library_call in list(convolutions_cuda._library_calls.items()):
+    for kind, library_call in list(convolutions._library_calls.items()):
 
         def noted(layer: nn.Module, x: mx.array, library_call=library_call) -> mx.array:
             called.append(layer)
             return library_call(layer, x)
 
-        monkeypatch.setitem(convolutions_cuda._library_calls, kind, noted)
+        monkeypatch.setitem(convolutions._library_calls, kind, noted)
     return called
 
 
@@ -72,5 +72,5 @@ def test_layer_whose_kernel_covers_its_input(layer, num_patches, library_calls):
 )
 def test_all_other_layers_are_left_to_the_library(layer, shape, library_calls):
     x = mx.random.normal(shape)
-    mx.eval(convolutions_cuda.convolve(layer, x))
+    mx.eval(convolutions.convolve(layer, x))
     assert library_calls == [layer]
