@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 
 from engine.processing.image_grid import ImageGrid
+from engine.processing.pan_grid import PanGrid
 from engine.processing.patch_grid import PatchGrid
 from engine.processing.row_grid import RowGrid
 from engine.processing.split_grid import SplitGrid
@@ -11,7 +12,7 @@ from engine.processing.square_grid import SquareGrid
 from engine.processing.tile_grid import TileGrid
 
 KINDS: dict[str, type[ImageGrid]] = {
-    kind.__name__: kind for kind in (PatchGrid, RowGrid, SplitGrid, SquareGrid, TileGrid)
+    kind.__name__: kind for kind in (PanGrid, PatchGrid, RowGrid, SplitGrid, SquareGrid, TileGrid)
 }
 
 

@@ -17,6 +17,7 @@ from engine.processing.checkpoint import (
 )
 from engine.processing.image_file import ImageFile, ImageRefused, check_sides
 from engine.processing.image_grid import CutImage, ImageGrid
+from engine.processing.pan_grid import PanGrid
 from engine.processing.patch_grid import PatchGrid
 from engine.processing.patch_normalization import PatchNormalization
 from engine.processing.row_grid import RowGrid
@@ -157,12 +158,40 @@ def _video_grid(config: Mapping[str, Any]) -> VideoGrid:
     )
 
 
-def _gemma3_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> SquareGrid:
+def _glm_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> PatchGrid:
+    # The limits are those of a still image repeated along time
+    frames, size = int(settings["temporal_patch_size"]), settings["size"]
+    return PatchGrid(
+        patch_size=int(settings["patch_size"]),
+        merge_size=int(settings["merge_size"]),
+        resample=int(settings["resample"]),
+        min_pixels=-(-int(size["shortest_edge"]) // frames),
+        max_pixels=int(size["longest_edge"]) // frames,
+        enlarges=True,
+    )
+
+
+def _gemma3_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> SquareGrid | PanGrid:
     patch_size, side = _tower_patches(config, settings["size"]["height"])
     text = config.get("text_config") or {}
     num_tokens = text.get("mm_tokens_per_image") or config.get("mm_tokens_per_image") or 256
     merge_size = side // patch_size // math.isqrt(num_tokens)
-    return SquareGrid(patch_size=patch_size, merge_size=merge_size, resample=int(settings["resample"]), side=side)
+    square: dict[str, Any] = {
+        "patch_size": patch_size,
+        "merge_size": merge_size,
+        "resample": int(settings["resample"]),
+        "side": side,
+    }
+    if not settings.get("do_pan_and_scan"):
+        return SquareGrid(**square)
+    limits: dict[str, Any] = {
+        "min_crop_side": int(settings["pan_and_scan_min_crop_size"]),
+        "max_crops": int(settings["pan_and_scan_max_num_crops"]),
+        "min_ratio": float(settings["pan_and_scan_min_ratio_to_activate"]),
+    }
+    if min(limits.values()) < 1:
+        raise ValueError(f"the limits of pan-and-scan are {limits}; each must be at least 1")
+    return PanGrid(**square, **limits)
 
 
 def _pixtral_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> RowGrid:
@@ -209,6 +238,11 @@ def _llava_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Squar
     return SquareGrid(patch_size=patch_size, merge_size=1, resample=int(settings["resample"]), side=side, crops=crops)
 
 
+def _llava_siglip_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> SquareGrid:
+    patch_size, side = _tower_patches(config, settings["size"]["height"])
+    return SquareGrid(patch_size=patch_size, merge_size=1, resample=int(settings["resample"]), side=side)
+
+
 def _tower_patches(config: Mapping[str, Any], side: int) -> tuple[int, int]:
     """Return the pixels per side of the vision tower's patches and images. Raises ValueError if `side` is not those."""
     sizes = (config["vision_config"][key] for key in ("patch_size", "image_size"))
@@ -220,10 +254,12 @@ def _tower_patches(config: Mapping[str, Any], side: int) -> tuple[int, int]:
 
 GRIDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageGrid]] = {
     "qwen_vl": _qwen_grid,
+    "glm_v": _glm_grid,
     "gemma3": _gemma3_grid,
     "pixtral": _pixtral_grid,
     "idefics3": _idefics3_grid,
     "internvl": _internvl_grid,
     "llava": _llava_grid,
+    "llava_siglip": _llava_siglip_grid,
 }
 """By family: builds the grid from the image processor's settings and config.json."""

@@ -61,13 +61,15 @@ class VisionFamily:
     deepstack: frozenset[str] = frozenset()
     """Those of model_types whose language model takes deepstack features."""
     towers: frozenset[str] = frozenset()
-    """`model_type` of the vision towers, where the models of the family have several kinds."""
+    """`model_type` of the vision towers, where models of the same model_type have several kinds."""
     videos: frozenset[str] = frozenset()
     """Those of model_types that read videos as groups of frames with their times."""
     unsupported_settings: tuple[str, ...] = ()
     """Settings of the image processor that must be off."""
     config_values: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json that may be missing, and the value that they must have otherwise."""
+    required_values: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that config.json must have, and their value."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of the image processor's class for keys that its configuration lacks."""
 
@@ -89,9 +91,10 @@ class VisionFamily:
         for key in self.unsupported_settings:
             if processor.get(key):
                 return f"the image processor has {key}: {processor[key]!r}, which is not supported"
-        for key, supported in self.config_values.items():
-            if config.get(key, supported) != supported:
-                return f"config.json has {key}: {config[key]!r}; supported is {supported!r}"
+        missing_too = {key: config.get(key, value) for key, value in self.config_values.items()}
+        for key, supported in {**self.config_values, **self.required_values}.items():
+            if (value := missing_too.get(key, config.get(key))) != supported:
+                return f"config.json has {key}: {value!r}; supported is {supported!r}"
         if self.towers and (tower := vision.get("model_type")) not in self.towers:
             return f"the vision tower is {tower}; supported are {', '.join(sorted(self.towers))}"
         if not isinstance(config.get("vision_feature_layer", 0), int):
@@ -130,8 +133,14 @@ def one_run(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
 
 
 def _in_gemma3(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    """One run per square, as Gemma 3 has it: of the image, and of each of its crops."""
     begin, end = _gemma3_begin(strings), strings.named("eoi_token_index", "<end_of_image>")
-    return ImagePlaceholder(f"\n\n{begin}{strings.image}{end}\n\n", (image.num_tokens,))
+    text, num_squares = f"\n\n{begin}{strings.image}{end}\n\n", image.grid_thw[0]
+    runs = (image.num_tokens // num_squares,) * num_squares
+    if num_squares > 1:
+        crops = " ".join([text] * (num_squares - 1))
+        text = f"Here is the original image {text} and here are some crops to help you see better {crops}"
+    return ImagePlaceholder(text, runs)
 
 
 def _gemma3_begin(strings: SpecialStrings) -> str:
@@ -183,8 +192,28 @@ GEMMA3 = VisionFamily(
     processors=_named("Gemma3"),
     placeholder=_in_gemma3,
     marker=_gemma3_begin,
-    unsupported_settings=("do_pan_and_scan",),
-    defaults={**HALF, "size": {"height": 224, "width": 224}, "resample": 2, "temporal_patch_size": 1},
+    defaults={
+        **HALF,
+        "size": {"height": 224, "width": 224},
+        "resample": 2,
+        "temporal_patch_size": 1,
+        "pan_and_scan_min_crop_size": 256,
+        "pan_and_scan_max_num_crops": 4,
+        "pan_and_scan_min_ratio_to_activate": 1.2,
+    },
+)
+GLM_V = VisionFamily(
+    name="glm_v",
+    model_types=frozenset(("glm4v", "glm4v_moe", "glm_ocr")),
+    processors=_named("Glm4v", "Glm46V"),
+    placeholder=one_run,
+    defaults={
+        "size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000},
+        "patch_size": 14,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "resample": 3,
+    },
 )
 PIXTRAL = VisionFamily(
     name="pixtral",
@@ -230,14 +259,25 @@ LLAVA = VisionFamily(
     config_values={"vision_feature_select_strategy": "default"},
     defaults={"crop_size": {"height": 224, "width": 224}, "resample": 3, "temporal_patch_size": 1},
 )
+LLAVA_SIGLIP = VisionFamily(
+    name="llava_siglip",
+    model_types=frozenset(("llava",)),
+    processors=_named("Siglip"),
+    placeholder=one_run,
+    towers=frozenset(("siglip_vision_model",)),
+    required_values={"vision_feature_select_strategy": "full"},  # the tower has no class token
+    defaults={**HALF, "size": {"height": 224, "width": 224}, "resample": 3, "temporal_patch_size": 1},
+)
 
-FAMILIES = (QWEN_VL, GEMMA3, PIXTRAL, IDEFICS3, INTERNVL, LLAVA)
+FAMILIES = (QWEN_VL, GLM_V, GEMMA3, PIXTRAL, IDEFICS3, INTERNVL, LLAVA, LLAVA_SIGLIP)
 
 
 def vision_family(config: Mapping[str, Any]) -> VisionFamily | None:
     """Return the family of a model, None if its images are not supported."""
-    model_type = config.get("model_type")
-    return next((family for family in FAMILIES if model_type in family.model_types), None)
+    found = [family for family in FAMILIES if config.get("model_type") in family.model_types]
+    vision = config.get("vision_config")
+    tower = vision.get("model_type") if isinstance(vision, dict) else None
+    return next((family for family in found if tower in family.towers), found[0] if found else None)
 
 
 def image_token_id(config: Mapping[str, Any]) -> int | None:

@@ -149,6 +149,48 @@ class WindowTower(Qwen2Tower):
         return tokens[order].reshape(patches.shape)
 
 
+class GlmOcrTower:
+    """GLM-OCR's tower: rotary positions alone; patches of a square are merged by a convolution."""
+
+    def __init__(self, module: Any):
+        self._tower = module.vision_tower
+        self.num_blocks, self.patch_size = len(self._tower.blocks), self._tower.patch_size
+
+    def begin(self, pixels: mx.array, grid: Grid) -> TowerState:
+        tower = self._tower
+        hidden = tower.patch_embed(filled_frames(pixels, tower.patch_embed))
+        angles, _ = tower.rot_pos_emb(mx.array([grid], mx.int32))
+        return TowerState(hidden, grid, (_bounds(grid), *angles))
+
+    def run_block(self, index: int, state: TowerState) -> None:
+        bounds, *angles = state.fixed
+        state.hidden = self._tower.blocks[index](state.hidden, cu_seqlens=bounds, position_embeddings=tuple(angles))
+
+    def finish(self, state: TowerState) -> mx.array:
+        tower, side = self._tower, self._tower.spatial_merge_size
+        squares = tower.post_layernorm(state.hidden).reshape(-1, side, side, state.hidden.shape[-1])
+        merged = tower.downsample(squares)
+        return tower.merger(merged.reshape(-1, merged.shape[-1]))
+
+    def probe_grids(self) -> list[Grid]:
+        return _squares(self._tower.spatial_merge_size)
+
+
+class GlmTower(GlmOcrTower):
+    """GLM-4.1V's tower: learned positions, interpolated, and rotary ones."""
+
+    def begin(self, pixels: mx.array, grid: Grid) -> TowerState:
+        tower, grids = self._tower, mx.array([grid], mx.int32)
+        hidden = tower.post_conv_layernorm(tower.patch_embed(filled_frames(pixels, tower.patch_embed)))
+        rotary, places = tower.rot_pos_emb(grids)
+        hidden = tower.embeddings(hidden, [len(hidden)], grids, places[:, 0], places[:, 1])
+        return TowerState(hidden, grid, (_bounds(grid), rotary))
+
+    def run_block(self, index: int, state: TowerState) -> None:
+        bounds, rotary = state.fixed
+        state.hidden = self._tower.blocks[index](state.hidden, cu_seqlens=bounds, rotary_pos_emb=rotary)
+
+
 class Gemma3Tower:
     """SigLIP on one square, pooled to fewer tokens."""
 
@@ -170,6 +212,13 @@ class Gemma3Tower:
 
     def probe_grids(self) -> list[Grid]:
         return [_one_tile(self._vision.embeddings)]
+
+
+class PanAndScanTower(Gemma3Tower):
+    """The same on an image and its crops."""
+
+    def probe_grids(self) -> list[Grid]:
+        return _tiles(self._vision.embeddings)
 
 
 class Idefics3Tower:
@@ -221,24 +270,25 @@ class InternVLTower:
 
 
 class LlavaTower:
-    """CLIP on one square, up to the layer whose hidden states are the features, without the class token."""
+    """CLIP or SigLIP on one square, up to the layer whose hidden states are the features, without the class token."""
 
     def __init__(self, module: Any):
         self._module, self._vision = module, module.vision_tower.vision_model
         layer, self._layers = module.vision_feature_layer, self._vision.encoder.layers
         self.num_blocks = layer if layer >= 0 else len(self._layers) + 1 + layer
         self.patch_size = self._vision.embeddings.patch_size
+        self._is_clip = module.vision_tower.model_type == "clip_vision_model"
 
     def begin(self, pixels: mx.array, grid: Grid) -> TowerState:
         embeddings = self._vision.embeddings
         embedded = embeddings(frames(pixels, grid, embeddings.patch_embedding.weight.dtype))
-        return TowerState(self._vision.pre_layrnorm(embedded), grid)
+        return TowerState(self._vision.pre_layrnorm(embedded) if self._is_clip else embedded, grid)
 
     def run_block(self, index: int, state: TowerState) -> None:
         state.hidden = self._layers[index](state.hidden, mask=None)
 
     def finish(self, state: TowerState) -> mx.array:
-        features = self._module.multi_modal_projector(state.hidden[:, 1:])
+        features = self._module.multi_modal_projector(state.hidden[:, 1:] if self._is_clip else state.hidden)
         return features.reshape(-1, features.shape[-1])
 
     def probe_grids(self) -> list[Grid]:
@@ -289,6 +339,9 @@ class Mistral3Tower(PixtralTower):
 
 TOWERS: dict[str, type[VisionTower]] = {
     "gemma3": Gemma3Tower,
+    "glm4v": GlmTower,
+    "glm4v_moe": GlmTower,
+    "glm_ocr": GlmOcrTower,
     "idefics3": Idefics3Tower,
     "internvl": InternVLTower,
     "llava": LlavaTower,
@@ -310,9 +363,9 @@ PROBE_TILES = (1, 2, 3)
 """Tiles of the probe images of towers that take tiles of one size."""
 
 
-def make_tower(module: Any, model_type: str) -> VisionTower:
-    """Return the tower of a loaded model whose images are supported."""
-    return TOWERS[model_type](module)  # type: ignore[call-arg]
+def make_tower(module: Any, model_type: str, has_crops: bool = False) -> VisionTower:
+    """Return the tower of a loaded model whose images are supported. has_crops: Gemma 3's pan-and-scan is on."""
+    return (PanAndScanTower if has_crops else TOWERS[model_type])(module)  # type: ignore[call-arg]
 
 
 def _one_tile(embeddings: Any) -> Grid:

@@ -10,12 +10,15 @@ from mlx_vlm.models.qwen3_vl.processing_qwen3_vl import Qwen3VLVideoProcessor
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from engine.processing.vision_family import FAMILIES, QWEN_VL
 from engine.protocol import ImagePatches
@@ -29,6 +32,7 @@ from tests.support.families.family import (
     WINDOWS,
     text,
 )
+from tests.support.families.vision import VISION_FAMILIES
 
 PATCH = 8  # pixels per side
 IMAGE_SIZE = 32  # pixels per side of towers that take one size
@@ -80,6 +84,17 @@ def sighted(model_type: str, text_config: dict[str, Any], vision: dict[str, Any]
         "eos_token_id": IDS["<|im_end|>"],
         **more,
     }
+
+
+def prepared(processor: Any, settings: dict[str, Any], *keys: str) -> Callable[[Sequence[Image.Image]], Pixels]:
+    """Return the function `pixels` for one of transformers' image processors. keys: what the library's model takes."""
+    known = {key: value for key, value in settings.items() if key != "image_processor_type"}
+
+    def pixels(images: Sequence[Image.Image]) -> Pixels:
+        made = processor(**known)(images=[list(images)] if "Idefics3" in processor.__name__ else list(images))
+        return {key: np.array(made[key]) for key in keys}
+
+    return pixels
 
 
 # Qwen: patches of images of any shape, three rope positions per token
@@ -148,6 +163,33 @@ def qwen(model_type: str, text_config: dict[str, Any], vision: dict[str, Any], s
     return SightedFamily(config, QWEN_PROCESSOR, qwen_pixels, qwen_placed, "<start><image><end>", seed, video=video)
 
 
+# GLM: patches of images of any shape, three rope positions per token
+
+GLM_PROCESSOR: dict[str, Any] = {
+    **QWEN_PROCESSOR,
+    "image_processor_type": "Glm4vImageProcessor",
+    "size": {"shortest_edge": 2 * 4 * 16**2, "longest_edge": 2 * 16 * 16**2},
+}
+GLM_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "out_hidden_size": 64,
+    "num_heads": 2,
+    "patch_size": PATCH,
+    "image_size": IMAGE_SIZE,
+}
+GLM_IDS = {**QWEN_IDS, "image_start_token_id": IDS["<start>"], "image_end_token_id": IDS["<end>"]}
+
+
+def glm(model_type: str, processor: str = "Glm4v", seed: int = 0) -> SightedFamily:
+    text_config = VISION_FAMILIES[model_type].config["text_config"]
+    config = sighted(model_type, text_config, {"model_type": model_type, **GLM_VISION}, **GLM_IDS)
+    settings = {**GLM_PROCESSOR, "image_processor_type": f"{processor}ImageProcessor"}
+    pixels = prepared(Glm4vImageProcessorPil, settings, "pixel_values", "image_grid_thw")
+    return SightedFamily(config, settings, pixels, qwen_placed, "<start><image><end>", seed)
+
+
 DEEPSTACK = {"deepstack_visual_indexes": [0, 1]}
 
 QWEN2_VISION = {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2.0}
@@ -175,17 +217,6 @@ NORMALIZED: dict[str, Any] = {"image_mean": [0.5, 0.4, 0.5], "image_std": [0.5, 
 SQUARE = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
 
 
-def prepared(processor: Any, settings: dict[str, Any], *keys: str) -> Callable[[Sequence[Image.Image]], Pixels]:
-    """Return the function `pixels` for one of transformers' image processors. keys: what the library's model takes."""
-    known = {key: value for key, value in settings.items() if key != "image_processor_type"}
-
-    def pixels(images: Sequence[Image.Image]) -> Pixels:
-        made = processor(**known)(images=[list(images)] if "Idefics3" in processor.__name__ else list(images))
-        return {key: np.array(made[key]) for key in keys}
-
-    return pixels
-
-
 def one_square(num_tokens: int, around: str = "{}") -> Callable[[ImagePatches], str]:
     return lambda image: around.format("<image>" * num_tokens)
 
@@ -207,6 +238,28 @@ GEMMA3 = SightedFamily(
     one_square(4, "\n\n<start>{}<end>\n\n"),
     "<start>",
     seed=7,
+)
+PANNED_PROCESSOR = {
+    **GEMMA3_PROCESSOR,
+    "do_pan_and_scan": True,
+    "pan_and_scan_min_crop_size": 16,
+    "pan_and_scan_max_num_crops": 3,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}
+
+
+def panned_placed(image: ImagePatches) -> str:
+    one = "\n\n<start>" + "<image>" * 4 + "<end>\n\n"
+    processor: Any = SimpleNamespace(full_image_sequence=one)
+    return Gemma3Processor.replace_image_token(processor, {"num_crops": [image.grid_thw[0] - 1]}, 0)
+
+
+PANNED = replace(
+    GEMMA3,
+    processor=PANNED_PROCESSOR,
+    pixels=prepared(Gemma3ImageProcessorPil, PANNED_PROCESSOR, "pixel_values"),
+    placed=panned_placed,
+    seed=22,
 )
 LLAVA_PROCESSOR = {
     "image_processor_type": "CLIPImageProcessor",
@@ -230,6 +283,22 @@ LLAVA = SightedFamily(
     one_square(16),
     "<image>",
     seed=7,
+)
+
+SIGLIP_PROCESSOR = {"image_processor_type": "SiglipImageProcessor", "size": SQUARE, "resample": 3, **NORMALIZED}
+LLAVA_SIGLIP = SightedFamily(
+    sighted(
+        "llava",
+        text("qwen2"),
+        {"model_type": "siglip_vision_model", **TOWER},
+        image_token_index=IDS["<image>"],
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    ),
+    SIGLIP_PROCESSOR,
+    prepared(SiglipImageProcessorPil, SIGLIP_PROCESSOR, "pixel_values"),
+    one_square(16),
+    seed=10,
 )
 
 # Images of any shape, in rows
@@ -327,12 +396,17 @@ INTERNVL = SightedFamily(
 
 SIGHTED: dict[str, SightedFamily] = {
     "gemma3": GEMMA3,
+    "gemma3 with pan-and-scan": PANNED,
     "pixtral": rows("pixtral", text("mistral"), 1, seed=1),
     "mistral3": rows("mistral3", text("ministral3", WINDOWS, rope_parameters=SCALED_QUERIES), 2, seed=3),
     "idefics3": idefics3("idefics3", text("llama"), seed=8),
     "smolvlm": idefics3("smolvlm", text("llama"), seed=8),
     "internvl": INTERNVL,
     "llava": LLAVA,
+    "llava with siglip_vision_model": LLAVA_SIGLIP,
+    "glm4v": glm("glm4v", seed=3),
+    "glm4v_moe": glm("glm4v_moe", seed=3),
+    "glm_ocr": glm("glm_ocr", "Glm46V", seed=17),
     "qwen2_vl": flat(qwen("qwen2_vl", text("qwen2_vl", MROPE), QWEN2_VISION, seed=1)),
     "qwen2_5_vl": flat(qwen("qwen2_5_vl", text("qwen2_5_vl", MROPE), WINDOW_VISION, seed=4)),
     "qwen3_vl": qwen("qwen3_vl", text("qwen3_vl_text", MROPE), DEEPSTACK, seed=7),
@@ -342,11 +416,17 @@ SIGHTED: dict[str, SightedFamily] = {
 
 IN_WORDS: dict[str, tuple[str, str, str]] = {
     "qwen_vl": ("patches of any shape", "three", "one run"),
-    "gemma3": ("one square", "one", "one run of as many tokens for every image, between two empty lines"),
+    "glm_v": ("patches of any shape", "three", "one run"),
+    "gemma3": (
+        "one square; with pan-and-scan also its crops",
+        "one",
+        "one run of as many tokens for every square, between two empty lines",
+    ),
     "pixtral": ("patches of any shape", "one", "one run per row"),
     "idefics3": ("tiles and a thumbnail", "one", "one run per tile, each behind its row and column"),
     "internvl": ("tiles and a thumbnail", "one", "one run"),
     "llava": ("one square, cut out of the middle", "one", "one run of as many tokens for every image"),
+    "llava_siglip": ("one square", "one", "one run of as many tokens for every image"),
 }
 """By the name of the family: what its tower takes, rope positions per token, image tokens in the prompt."""
 
@@ -356,5 +436,6 @@ def images_table() -> str:
     lines = ["| models | image | rope positions | in the prompt |", "|---|---|---|---|"]
     for family in FAMILIES:
         models = ", ".join(f"`{model_type}`" for model_type in sorted(family.model_types))
+        models += "".join(f" with `{tower}`" for tower in sorted(family.towers))
         lines.append(f"| {models} | {' | '.join(IN_WORDS[family.name])} |")
     return "\n".join(lines)

@@ -20,7 +20,7 @@ from tests.support.image_files import data_url, encoded
 from tests.support.vision_families import SIGHTED, SightedFamily
 from tests.support.vision_zoo import image, write_files
 
-SIZES = [(64, 40), (33, 64), (32, 32), (8, 8), (500, 90), (90, 501), (700, 900)]
+SIZES = [(64, 40), (33, 64), (32, 32), (8, 8), (500, 90), (90, 501), (100, 40), (700, 900)]
 
 
 @pytest.fixture(scope="module", params=SIGHTED)
@@ -85,14 +85,21 @@ def test_prompt_has_the_tokens_that_the_library_gives_an_image(family: SightedFa
         assert int((ids == tokenizer.image_token_id).sum()) == made.num_tokens
 
 
-def test_another_image_processor_is_refused_by_name(family: SightedFamily, tmp_path: Path):
+def test_another_image_processor_or_none_or_a_broken_file_is_refused_by_name(family: SightedFamily, tmp_path: Path):
     model_dir = write_files(tmp_path, family)
     config = read_config(model_dir)
     assert "image" in media_kinds(model_dir, config)
-    (model_dir / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "OtherProcessor"}))
+    path = model_dir / "preprocessor_config.json"
+    path.write_text(json.dumps({"image_processor_type": "OtherProcessor"}))
     assert media_kinds(model_dir, config) == frozenset()
     reason = images_unsupported_reason(model_dir, config)
     assert reason is not None and "the image processor is OtherProcessor; supported are" in reason
+    path.unlink()
+    reason = images_unsupported_reason(model_dir, config)
+    assert reason is not None and "the image processor is None; supported are" in reason
+    path.write_text("{")
+    with pytest.raises(EngineFailed, match="cannot be read as JSON"):
+        images_unsupported_reason(model_dir, config)
 
 
 def test_family_without_support_is_refused_by_name(tmp_path: Path):
@@ -121,12 +128,15 @@ def test_features_that_the_engine_does_not_compute_are_refused_by_name(tmp_path:
         model_dir = write_files(tmp_path, replace(SIGHTED[name], processor={**SIGHTED[name].processor, **settings}))
         return images_unsupported_reason(model_dir, {**SIGHTED[name].config, **config})
 
-    assert reason("gemma3", {"do_pan_and_scan": True}) == (
-        "the image processor has do_pan_and_scan: True, which is not supported"
+    assert reason("llava", {"do_pad": True}) == "the image processor has do_pad: True, which is not supported"
+    assert reason("llava", {}, vision_config={"model_type": "vit"}) == (
+        "the vision tower is vit; supported are clip_vision_model"
     )
-    assert reason("llava", {}, vision_config={"model_type": "siglip_vision_model"}) == (
-        "the vision tower is siglip_vision_model; supported are clip_vision_model"
-    )
+    siglip = "llava with siglip_vision_model"
+    for strategy in ("default", None):
+        assert reason(siglip, {}, vision_feature_select_strategy=strategy) == (
+            f"config.json has vision_feature_select_strategy: {strategy!r}; supported is 'full'"
+        )
     assert reason("llava", {}, vision_feature_layer=[-2, -5]) == (
         "the features are those of several layers, [-2, -5]; one is supported"
     )
@@ -136,6 +146,14 @@ def test_features_that_the_engine_does_not_compute_are_refused_by_name(tmp_path:
     assert reason("qwen3_5_moe", {}, vision_config={"deepstack_visual_indexes": [1]}) == (
         "the language model of qwen3_5_moe takes no deepstack features"
     )
+
+
+def test_limits_of_pan_and_scan_that_leave_no_crop_are_refused(tmp_path: Path):
+    family = SIGHTED["gemma3 with pan-and-scan"]
+    for key in ("pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate"):
+        model_dir = write_files(tmp_path, replace(family, processor={**family.processor, key: 0}))
+        with pytest.raises(EngineFailed, match=r"the limits of pan-and-scan are .*; each must be at least 1"):
+            ImagePreprocessor(model_dir)
 
 
 def test_processor_that_does_not_fit_the_vision_tower_is_refused(tmp_path: Path):

@@ -172,6 +172,17 @@ def test_images_change_answers_that_are_never_nearly_another(sighted):
     assert min(answer.margin for answer in sighted.answers.values()) > MIN_MARGIN
 
 
+def test_features_of_pieces_are_bit_for_bit_those_of_one_piece(sighted):
+    vision = sighted.runner._vision
+    for one in sighted.requests["two"].images:
+        vision.clear()
+        encoding = vision.begin(one)
+        while encoding.features is None:
+            vision.advance(encoding, 1)
+        vision.clear()
+        assert np.array_equal(np.array(encoding.features), np.array(vision.encode(one)))
+
+
 def test_memory_of_an_image_is_reserved(sighted):
     """The peak itself is not compared: on a CPU it depends on how far the device is behind."""
     vision, costs = sighted.runner._vision, sighted.runner.costs
