@@ -1,6 +1,7 @@
 """ImagePreprocessor: reads a checkpoint's image settings, and converts an image to patches, not yet normalised."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from engine.processing.anyres_grid import AnyresGrid
 from engine.processing.checkpoint import (
     image_processor_config,
     images_unsupported_reason,
@@ -90,7 +92,10 @@ class ImagePreprocessor:
 def image_patches(cut: CutImage, grid: ImageGrid) -> ImagePatches:
     """Return a cut image as the engine takes it."""
     layout = cut.layout
-    return ImagePatches(cut.patches, layout.grid_thw, grid.num_tokens(layout), cut.content_hash, layout.tiles)
+    num_tokens = grid.num_tokens(layout)
+    return ImagePatches(
+        cut.patches, layout.grid_thw, num_tokens, cut.content_hash, tiles=layout.tiles, unpadded=layout.unpadded
+    )
 
 
 def normalize(patches: np.ndarray, normalization: PatchNormalization) -> np.ndarray:
@@ -243,6 +248,26 @@ def _llava_siglip_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -
     return SquareGrid(patch_size=patch_size, merge_size=1, resample=int(settings["resample"]), side=side)
 
 
+def _llava_onevision_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> AnyresGrid:
+    patch_size, side = _tower_patches(config, settings["size"]["height"])
+    resolutions = tuple((int(height), int(width)) for height, width in settings["image_grid_pinpoints"])
+    if (named := config.get("image_grid_pinpoints")) is not None and [list(one) for one in resolutions] != named:
+        raise ValueError("its image_grid_pinpoints differ from those of config.json")
+    if not resolutions or any(length < side or length % side for one in resolutions for length in one):
+        raise ValueError(f"image_grid_pinpoints are {resolutions}; each must be a multiple of {side} pixels")
+    ratio = str(config.get("vision_aspect_ratio", "anyres_max_9"))
+    if not (match := re.fullmatch(r"anyres_max_([1-9]\d*)", ratio)):
+        raise ValueError(f"vision_aspect_ratio is {ratio!r}; supported is anyres_max_N")
+    return AnyresGrid(
+        patch_size=patch_size,
+        merge_size=1,
+        resample=int(settings["resample"]),
+        side=side,
+        resolutions=resolutions,
+        max_features=int(match[1]),
+    )
+
+
 def _tower_patches(config: Mapping[str, Any], side: int) -> tuple[int, int]:
     """Return the pixels per side of the vision tower's patches and images. Raises ValueError if `side` is not those."""
     sizes = (config["vision_config"][key] for key in ("patch_size", "image_size"))
@@ -261,5 +286,6 @@ GRIDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageGrid]] = 
     "internvl": _internvl_grid,
     "llava": _llava_grid,
     "llava_siglip": _llava_siglip_grid,
+    "llava_onevision": _llava_onevision_grid,
 }
 """By family: builds the grid from the image processor's settings and config.json."""

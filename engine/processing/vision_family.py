@@ -268,8 +268,23 @@ LLAVA_SIGLIP = VisionFamily(
     required_values={"vision_feature_select_strategy": "full"},  # the tower has no class token
     defaults={**HALF, "size": {"height": 224, "width": 224}, "resample": 3, "temporal_patch_size": 1},
 )
+LLAVA_ONEVISION = VisionFamily(
+    name="llava_onevision",
+    model_types=frozenset(("llava_onevision",)),
+    processors=_named("LlavaOnevision"),
+    placeholder=one_run,
+    towers=frozenset(("siglip_vision_model",)),
+    unsupported_settings=("do_center_crop",),
+    config_values={"use_image_newline_parameter": True, "vision_feature_select_strategy": "full"},
+    defaults={
+        "size": {"height": 384, "width": 384},
+        "image_grid_pinpoints": [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)],
+        "resample": 3,
+        "temporal_patch_size": 1,
+    },
+)
 
-FAMILIES = (QWEN_VL, GLM_V, GEMMA3, PIXTRAL, IDEFICS3, INTERNVL, LLAVA, LLAVA_SIGLIP)
+FAMILIES = (QWEN_VL, GLM_V, GEMMA3, PIXTRAL, IDEFICS3, INTERNVL, LLAVA, LLAVA_SIGLIP, LLAVA_ONEVISION)
 
 
 def vision_family(config: Mapping[str, Any]) -> VisionFamily | None:

@@ -16,6 +16,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -301,6 +302,28 @@ LLAVA_SIGLIP = SightedFamily(
     seed=10,
 )
 
+ONEVISION_PROCESSOR: dict[str, Any] = {
+    "image_processor_type": "LlavaOnevisionImageProcessor",
+    "size": SQUARE,
+    "image_grid_pinpoints": [[32, 32], [32, 64], [64, 32], [64, 64], [32, 96], [96, 32]],
+    "resample": 3,
+    **NORMALIZED,
+}
+ONEVISION = SightedFamily(
+    sighted(
+        "llava_onevision",
+        text("qwen2"),
+        {"model_type": "siglip_vision_model", **TOWER},
+        image_token_index=IDS["<image>"],
+        image_grid_pinpoints=ONEVISION_PROCESSOR["image_grid_pinpoints"],
+        vision_feature_layer=-1,
+        vision_aspect_ratio="anyres_max_2",
+    ),
+    ONEVISION_PROCESSOR,
+    prepared(LlavaOnevisionImageProcessorPil, ONEVISION_PROCESSOR, "pixel_values", "image_sizes"),
+    lambda image: "<image>" * image.num_tokens,
+)
+
 # Images of any shape, in rows
 
 PIXTRAL_PROCESSOR: dict[str, Any] = {
@@ -398,6 +421,7 @@ SIGHTED: dict[str, SightedFamily] = {
     "gemma3": GEMMA3,
     "gemma3 with pan-and-scan": PANNED,
     "pixtral": rows("pixtral", text("mistral"), 1, seed=1),
+    "llava_onevision": ONEVISION,
     "mistral3": rows("mistral3", text("ministral3", WINDOWS, rope_parameters=SCALED_QUERIES), 2, seed=3),
     "idefics3": idefics3("idefics3", text("llama"), seed=8),
     "smolvlm": idefics3("smolvlm", text("llama"), seed=8),
@@ -426,6 +450,11 @@ IN_WORDS: dict[str, tuple[str, str, str]] = {
     "idefics3": ("tiles and a thumbnail", "one", "one run per tile, each behind its row and column"),
     "internvl": ("tiles and a thumbnail", "one", "one run"),
     "llava": ("one square, cut out of the middle", "one", "one run of as many tokens for every image"),
+    "llava_onevision": (
+        "tiles of the padded image behind a square of the whole",
+        "one",
+        "one run, with a token at the end of each row of the tiles",
+    ),
     "llava_siglip": ("one square", "one", "one run of as many tokens for every image"),
 }
 """By the name of the family: what its tower takes, rope positions per token, image tokens in the prompt."""

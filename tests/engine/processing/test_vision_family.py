@@ -4,10 +4,13 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from mlx_vlm.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+from PIL import Image
 
 from engine.config import MediaConfig
 from engine.processing.checkpoint import images_unsupported_reason, media_kinds, read_config
@@ -68,8 +71,8 @@ def test_images_from_the_workers_are_those_of_the_preprocessor_and_within_their_
     for ours, one in zip(asyncio.run(load()), pictures, strict=True):
         expected = preprocessor.patches(one)
         assert np.array_equal(ours.patches, expected.patches)
-        assert (ours.grid_thw, ours.tiles, ours.num_tokens) == (expected.grid_thw, expected.tiles, expected.num_tokens)
-        assert ours.content_hash == expected.content_hash
+        facts = ("grid_thw", "tiles", "unpadded", "num_tokens", "content_hash")
+        assert [getattr(ours, name) for name in facts] == [getattr(expected, name) for name in facts]
 
 
 def test_prompt_has_the_tokens_that_the_library_gives_an_image(family: SightedFamily, model_dir: Path):
@@ -156,6 +159,37 @@ def test_limits_of_pan_and_scan_that_leave_no_crop_are_refused(tmp_path: Path):
             ImagePreprocessor(model_dir)
 
 
+def test_tokens_of_a_padded_image_are_those_of_the_processor_for_images_of_any_shape(tmp_path: Path):
+    """With the sizes of the published checkpoints, whose tiles have 27 features per side."""
+    family = SIGHTED["llava_onevision"]
+    vision = {**family.config["vision_config"], "image_size": 384, "patch_size": 14}
+    pinpoints = [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)]
+    config = {**family.config, "vision_config": vision, "image_grid_pinpoints": pinpoints}
+    settings = {**family.processor, "size": {"height": 384, "width": 384}, "image_grid_pinpoints": pinpoints}
+    for most in (1, 9):
+        named = {**config, "vision_aspect_ratio": f"anyres_max_{most}"}
+        grid = ImagePreprocessor(write_files(tmp_path, replace(family, config=named, processor=settings))).grid
+        library: Any = LlavaOnevisionProcessor.__new__(LlavaOnevisionProcessor)
+        library.image_processor = SimpleNamespace(image_grid_pinpoints=pinpoints)
+        library.num_image_tokens, library.vision_aspect_ratio = 27**2, named["vision_aspect_ratio"]
+        sides = (1, 13, 160, 383, 384, 385, 512, 767, 1000, 1537, 2304, 4001)
+        sizes = [
+            (width, height) for width in sides for height in sides if max(width, height) <= 200 * min(width, height)
+        ]
+        for width, height in sizes:
+            num_tokens = grid.num_tokens(grid.layout(width, height))
+            assert num_tokens == library._get_number_of_features(height, width, 384, 384), (width, height)
+            assert num_tokens <= grid.max_tokens
+            assert 3 * grid.layout(width, height).num_patches * 14**2 <= grid.max_tokens * grid.token_bytes
+
+
+def test_black_images_with_other_padding_are_not_taken_for_each_other(tmp_path: Path):
+    preprocessor = ImagePreprocessor(write_files(tmp_path, SIGHTED["llava_onevision"]))
+    one, other = (preprocessor.patches(Image.new("RGB", size)) for size in ((60, 20), (60, 30)))
+    assert np.array_equal(one.patches, other.patches)
+    assert one.unpadded != other.unpadded and one.content_hash != other.content_hash
+
+
 def test_processor_that_does_not_fit_the_vision_tower_is_refused(tmp_path: Path):
     family = SIGHTED["gemma3"]
     model_dir = write_files(
@@ -163,6 +197,22 @@ def test_processor_that_does_not_fit_the_vision_tower_is_refused(tmp_path: Path)
     )
     with pytest.raises(EngineFailed, match="makes images of 64 pixels per side; the vision tower takes 32"):
         ImagePreprocessor(model_dir)
+
+
+def test_tiles_that_the_model_does_not_know_are_refused(tmp_path: Path):
+    family = SIGHTED["llava_onevision"]
+
+    def make(*pinpoints: list[int], **config: Any) -> None:
+        processor = {**family.processor, "image_grid_pinpoints": list(pinpoints)}
+        named = {**family.config, "image_grid_pinpoints": list(pinpoints), **config}
+        ImagePreprocessor(write_files(tmp_path, replace(family, processor=processor, config=named)))
+
+    with pytest.raises(EngineFailed, match=r"its image_grid_pinpoints differ from those of config\.json"):
+        make([32, 64], image_grid_pinpoints=[[64, 32]])
+    with pytest.raises(EngineFailed, match=r"image_grid_pinpoints are \(\(32, 40\),\); each .* multiple of 32 pixels"):
+        make([32, 40])
+    with pytest.raises(EngineFailed, match="vision_aspect_ratio is 'pad'; supported is anyres_max_N"):
+        make([32, 64], vision_aspect_ratio="pad")
 
 
 def _frames(patches: np.ndarray, image: ImagePatches) -> np.ndarray:
