@@ -235,6 +235,21 @@ def _internvl_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Ti
     )
 
 
+def _internvl_chat_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> TileGrid:
+    """Its image processor knows squares alone: config.json has the numbers of tiles, which code of InternVL's cuts."""
+    patch_size, side = _tower_patches(
+        config, int(config.get("force_image_size") or config["vision_config"]["image_size"])
+    )
+    return TileGrid(
+        patch_size=patch_size,
+        merge_size=int(1 / config.get("downsample_ratio", 0.5)),
+        resample=int(settings["resample"]),
+        side=side,
+        min_tiles=int(config.get("min_dynamic_patch", 1)),
+        max_tiles=int(config.get("max_dynamic_patch", 12)),
+    )
+
+
 def _llava_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> SquareGrid:
     crops = settings.get("do_center_crop", True)
     patch_size, side = _tower_patches(config, settings["crop_size" if crops else "size"]["height"])
@@ -284,6 +299,7 @@ GRIDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageGrid]] = 
     "pixtral": _pixtral_grid,
     "idefics3": _idefics3_grid,
     "internvl": _internvl_grid,
+    "internvl_chat": _internvl_chat_grid,
     "llava": _llava_grid,
     "llava_siglip": _llava_siglip_grid,
     "llava_onevision": _llava_onevision_grid,

@@ -58,6 +58,11 @@ class VisionFamily:
     """Returns the placeholder of an image."""
     marker: Callable[[SpecialStrings], str] = lambda strings: strings.image
     """Returns the string that the chat template writes for an image, which the placeholder replaces."""
+    image_token: str | None = None
+    """The image token where config.json may lack its id."""
+    in_text: Callable[[SpecialStrings], str] | None = None
+    """Returns what stands for an image in a message whose template takes only text; None: images need a template that
+    takes parts."""
     deepstack: frozenset[str] = frozenset()
     """Those of model_types whose language model takes deepstack features."""
     towers: frozenset[str] = frozenset()
@@ -86,8 +91,11 @@ class VisionFamily:
         """
         if not isinstance(vision := config.get("vision_config"), dict):
             return "config.json has no vision_config"
-        if (name := processor.get("image_processor_type")) not in self.processors:
+        name = processor.get("image_processor_type", processor.get("feature_extractor_type"))
+        if name not in self.processors:
             return f"the image processor is {name}; supported are {', '.join(sorted(self.processors))}"
+        if self.image_token is not None and image_token_id(config) is None:
+            return f"config.json has no image_token_index, and the tokenizer no token {self.image_token}"
         for key in self.unsupported_settings:
             if processor.get(key):
                 return f"the image processor has {key}: {processor[key]!r}, which is not supported"
@@ -249,6 +257,22 @@ INTERNVL = VisionFamily(
         "temporal_patch_size": 1,
     },
 )
+INTERNVL_CHAT = VisionFamily(
+    name="internvl_chat",
+    model_types=frozenset(("internvl_chat",)),
+    processors=frozenset(("CLIPFeatureExtractor", "CLIPImageProcessor", "InternVLImageProcessor")),
+    placeholder=_in_internvl,
+    image_token="<IMG_CONTEXT>",
+    in_text=lambda strings: f"{strings.image}\n",
+    config_values={"dynamic_image_size": True, "pad2square": False, "select_layer": -1},
+    required_values={"use_thumbnail": True, "ps_version": "v2"},
+    defaults={
+        "image_mean": (0.485, 0.456, 0.406),
+        "image_std": (0.229, 0.224, 0.225),
+        "resample": 3,
+        "temporal_patch_size": 1,
+    },
+)
 LLAVA = VisionFamily(
     name="llava",
     model_types=frozenset(("llava",)),
@@ -284,7 +308,7 @@ LLAVA_ONEVISION = VisionFamily(
     },
 )
 
-FAMILIES = (QWEN_VL, GLM_V, GEMMA3, PIXTRAL, IDEFICS3, INTERNVL, LLAVA, LLAVA_SIGLIP, LLAVA_ONEVISION)
+FAMILIES = (QWEN_VL, GLM_V, GEMMA3, PIXTRAL, IDEFICS3, INTERNVL, INTERNVL_CHAT, LLAVA, LLAVA_SIGLIP, LLAVA_ONEVISION)
 
 
 def vision_family(config: Mapping[str, Any]) -> VisionFamily | None:

@@ -88,6 +88,30 @@ class InternVLTower:
         return tile_grids(self._vision.embeddings)
 
 
+class InternVLChatTower:
+    """The same tower under the names of InternVL's own repositories."""
+
+    def __init__(self, module: Any):
+        self._module, self._vision = module, module.vision_model
+        self.num_blocks, self.patch_size = len(self._vision.encoder.layers), self._vision.embeddings.patch_size
+
+    def begin(self, pixels: mx.array, grid: Grid) -> TowerState:
+        embeddings = self._vision.embeddings
+        return TowerState(embeddings(frames(pixels, grid, embeddings.patch_embedding.weight.dtype)), grid)
+
+    def run_block(self, index: int, state: TowerState) -> None:
+        state.hidden = self._vision.encoder.layers[index](state.hidden)
+
+    def finish(self, state: TowerState) -> mx.array:
+        features = pixel_shuffle(state.hidden[:, 1:], self._module.downsample_ratio)
+        for layer in self._module.mlp1:
+            features = layer(features)
+        return features.reshape(-1, features.shape[-1])
+
+    def probe_grids(self) -> list[Grid]:
+        return tile_grids(self._vision.embeddings)
+
+
 class LlavaTower:
     """CLIP or SigLIP on one square, up to the layer whose hidden states are the features, without the class token."""
 

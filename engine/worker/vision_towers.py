@@ -180,6 +180,7 @@ TOWERS: dict[str, type[VisionTower]] = {
     "glm_ocr": GlmOcrTower,
     "idefics3": square_towers.Idefics3Tower,
     "internvl": square_towers.InternVLTower,
+    "internvl_chat": square_towers.InternVLChatTower,
     "llava": square_towers.LlavaTower,
     "llava_onevision": square_towers.OnevisionTower,
     "mistral3": Mistral3Tower,

@@ -58,21 +58,23 @@ class SightedFamily:
         processor: preprocessor_config.json.
         pixels: Prepares images with the library's own image processor of this configuration.
         placed: Returns the text that stands for an image in a prompt of the library, with all image tokens.
-        template: What the chat template writes for an image.
+        template: What the chat template writes for an image; None: the template takes only text.
         seed: Of the random weights; chosen so that the two best tokens are never nearly equal, and that no answer has
             an image token.
         processor_config: processor_config.json.
         video: video_preprocessor_config.json; None for a family without videos.
+        names: Of special tokens that the family calls otherwise.
     """
 
     config: dict[str, Any]
     processor: dict[str, Any]
     pixels: Callable[[Sequence[Image.Image]], Pixels]
     placed: Callable[[ImagePatches], str]
-    template: str = "<image>"
+    template: str | None = "<image>"
     seed: int = 0
     processor_config: dict[str, Any] = field(default_factory=dict)
     video: dict[str, Any] | None = None
+    names: dict[str, str] = field(default_factory=dict)
 
 
 def sighted(model_type: str, text_config: dict[str, Any], vision: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -416,6 +418,30 @@ INTERNVL = SightedFamily(
     seed=2,
     processor_config={"start_image_token": "<start>", "end_image_token": "<end>"},
 )
+INTERNVL_CHAT_CONFIG = sighted(
+    "internvl_chat",
+    text("qwen2"),
+    {"model_type": "intern_vit_6b", **TOWER},
+    downsample_ratio=0.5,
+    force_image_size=IMAGE_SIZE,
+    max_dynamic_patch=4,
+    min_dynamic_patch=1,
+    use_thumbnail=True,
+    ps_version="v2",
+)
+INTERNVL_CHAT = SightedFamily(
+    {
+        "llm_config" if key == "text_config" else key: value
+        for key, value in INTERNVL_CHAT_CONFIG.items()
+        if key != "image_token_id"
+    },
+    {"feature_extractor_type": "CLIPFeatureExtractor", "size": IMAGE_SIZE, "resample": 3, **NORMALIZED},
+    lambda images: {**INTERNVL.pixels(images), "image_token_index": np.array(IDS["<image>"])},
+    lambda image: "<img>" + "<IMG_CONTEXT>" * image.num_tokens + "</img>\n",
+    None,
+    seed=6,
+    names={"<image>": "<IMG_CONTEXT>", "<start>": "<img>", "<end>": "</img>"},
+)
 
 SIGHTED: dict[str, SightedFamily] = {
     "gemma3": GEMMA3,
@@ -426,6 +452,7 @@ SIGHTED: dict[str, SightedFamily] = {
     "idefics3": idefics3("idefics3", text("llama"), seed=8),
     "smolvlm": idefics3("smolvlm", text("llama"), seed=8),
     "internvl": INTERNVL,
+    "internvl_chat": INTERNVL_CHAT,
     "llava": LLAVA,
     "llava with siglip_vision_model": LLAVA_SIGLIP,
     "glm4v": glm("glm4v", seed=3),
@@ -449,6 +476,7 @@ IN_WORDS: dict[str, tuple[str, str, str]] = {
     "pixtral": ("patches of any shape", "one", "one run per row"),
     "idefics3": ("tiles and a thumbnail", "one", "one run per tile, each behind its row and column"),
     "internvl": ("tiles and a thumbnail", "one", "one run"),
+    "internvl_chat": ("tiles and a thumbnail", "one", "one run, at the place of the image in the text"),
     "llava": ("one square, cut out of the middle", "one", "one run of as many tokens for every image"),
     "llava_onevision": (
         "tiles of the padded image behind a square of the whole",

@@ -34,6 +34,15 @@ TEMPLATE = """\
 {{- '<|im_start|>assistant\\n' }}
 {%- endif %}"""
 
+TEXT_TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+"""A template that takes no parts."""
+
 
 def make(out: Path, family: SightedFamily) -> Path:
     """Write the family's checkpoint in float32, with tokenizer and image processor; return its directory."""
@@ -55,8 +64,9 @@ def write_files(out: Path, family: SightedFamily) -> Path:
         (out / "video_preprocessor_config.json").write_text(json.dumps(family.video))
     (out / "processor_config.json").write_text(json.dumps(family.processor_config))
     (out / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    (out / "chat_template.jinja").write_text(TEMPLATE.replace("IMAGE", family.template))
-    _tokenizer().save(str(out / "tokenizer.json"))
+    template = TEXT_TEMPLATE if family.template is None else TEMPLATE.replace("IMAGE", family.template)
+    (out / "chat_template.jinja").write_text(template)
+    _tokenizer(family.names).save(str(out / "tokenizer.json"))
     return out
 
 
@@ -88,14 +98,14 @@ def image(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(small).resize((width, height), Image.Resampling.BILINEAR)
 
 
-def _tokenizer() -> Tokenizer:
-    """Bytes, and the special tokens."""
+def _tokenizer(names: dict[str, str]) -> Tokenizer:
+    """Bytes, and the special tokens. names: see SightedFamily."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=[names.get(token, token) for token in SPECIAL_TOKENS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

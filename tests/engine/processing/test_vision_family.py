@@ -13,14 +13,14 @@ from mlx_vlm.models.llava_onevision.processing_llava_onevision import LlavaOnevi
 from PIL import Image
 
 from engine.config import MediaConfig
-from engine.processing.checkpoint import images_unsupported_reason, media_kinds, read_config
+from engine.processing.checkpoint import images_unsupported_reason, media_kinds, read_config, vocab_size
 from engine.processing.images import ImagePreprocessor, normalize
 from engine.processing.media import MediaLoader
-from engine.processing.message import ImageSource
+from engine.processing.message import ImageSource, text_part
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineFailed, ImagePatches
 from tests.support.image_files import data_url, encoded
-from tests.support.vision_families import SIGHTED, SightedFamily
+from tests.support.vision_families import IDS, SIGHTED, SightedFamily
 from tests.support.vision_zoo import image, write_files
 
 SIZES = [(64, 40), (33, 64), (32, 32), (8, 8), (500, 90), (90, 501), (100, 40), (700, 900)]
@@ -129,11 +129,16 @@ def test_limit_of_tokens_reduces_large_images_or_is_refused_at_the_start(model_d
 def test_features_that_the_engine_does_not_compute_are_refused_by_name(tmp_path: Path):
     def reason(name: str, settings: dict[str, Any], **config: Any) -> str | None:
         model_dir = write_files(tmp_path, replace(SIGHTED[name], processor={**SIGHTED[name].processor, **settings}))
-        return images_unsupported_reason(model_dir, {**SIGHTED[name].config, **config})
+        return images_unsupported_reason(model_dir, {**read_config(model_dir), **config})
 
     assert reason("llava", {"do_pad": True}) == "the image processor has do_pad: True, which is not supported"
     assert reason("llava", {}, vision_config={"model_type": "vit"}) == (
         "the vision tower is vit; supported are clip_vision_model"
+    )
+    assert reason("internvl_chat", {}, use_thumbnail=False) == "config.json has use_thumbnail: False; supported is True"
+    assert reason("internvl_chat", {}, ps_version=None) == "config.json has ps_version: None; supported is 'v2'"
+    assert reason("llava_onevision", {}, vision_feature_select_strategy="default") == (
+        "config.json has vision_feature_select_strategy: 'default'; supported is 'full'"
     )
     siglip = "llava with siglip_vision_model"
     for strategy in ("default", None):
@@ -149,6 +154,35 @@ def test_features_that_the_engine_does_not_compute_are_refused_by_name(tmp_path:
     assert reason("qwen3_5_moe", {}, vision_config={"deepstack_visual_indexes": [1]}) == (
         "the language model of qwen3_5_moe takes no deepstack features"
     )
+
+
+def test_image_token_of_internvls_own_repositories_is_found_by_its_name(tmp_path: Path):
+    family = SIGHTED["internvl_chat"]
+    model_dir = write_files(tmp_path, family)
+    assert (read_config(model_dir)["image_token_index"], vocab_size(read_config(model_dir))) == (IDS["<image>"], 512)
+    (model_dir / "tokenizer.json").unlink()
+    assert images_unsupported_reason(model_dir, read_config(model_dir)) == (
+        "config.json has no image_token_index, and the tokenizer no token <IMG_CONTEXT>"
+    )
+    decoder = {"77": {"content": "<IMG_CONTEXT>"}}
+    (model_dir / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
+    assert read_config(model_dir)["image_token_index"] == 77
+    assert images_unsupported_reason(model_dir, read_config(model_dir)) is None
+
+
+def test_template_without_parts_gets_images_at_their_place_in_the_text_which_clients_cannot_spell(tmp_path: Path):
+    family = SIGHTED["internvl_chat"]
+    model_dir = write_files(tmp_path, family)
+    preprocessor, tokenizer = ImagePreprocessor(model_dir), ChatTokenizer(model_dir)
+    first, second = (preprocessor.patches(image(*size)) for size in ((64, 40), (33, 64)))
+    texts = [text_part("One <IMG_CONTEXT>"), text_part("more: "), text_part(" and again?")]
+    content = [{"type": "image"}, *texts[:2], {"type": "image"}, texts[2]]
+    placeholders = [tokenizer.placeholder(one) for one in (first, second)]
+    ids = tokenizer.encode_chat([{"role": "user", "content": content}], template_kwargs={}, placeholders=placeholders)
+    placed = family.placed(first), family.placed(second)
+    expected = f"<|im_start|>user\n{placed[0]}One <IMG_CONTEXT>\nmore: {placed[1]} and again?<|im_end|>\n"
+    assert tokenizer.decode(ids.tolist()) == f"{expected}<|im_start|>assistant\n"
+    assert int((ids == tokenizer.image_token_id).sum()) == first.num_tokens + second.num_tokens
 
 
 def test_limits_of_pan_and_scan_that_leave_no_crop_are_refused(tmp_path: Path):

@@ -124,6 +124,19 @@ def test_request_alone_gets_the_tokens_of_the_library_in_chunks_of_any_size(sigh
         sighted.check(driver, name)
 
 
+def test_chunk_that_ends_inside_an_image_gives_the_tokens_of_the_library(sighted, monkeypatch):
+    """Attention among the tokens of an image is causal: a chunk needs none of the image's tokens after it."""
+    runner, request, ends = sighted.runner, sighted.requests["two"], []
+    is_image = request.token_ids == runner.image_token_id
+    chunk, prefill = int(np.flatnonzero(is_image)[-1]), runner.prefill
+    monkeypatch.setattr(runner, "prefill", lambda rows, most: (ends.append(most), prefill(rows, most))[1])
+    config = EngineConfig.model_validate({"prefill_chunk_tokens": chunk, **NO_CACHE})
+    driver = Driver(runner, config)
+    driver.run({0: [request]})
+    assert ends[0] == chunk and is_image[chunk - 1] and is_image[chunk]
+    sighted.check(driver, "two")
+
+
 def test_requests_with_images_get_the_same_tokens_in_a_batch_with_texts(sighted):
     driver = Driver(sighted.runner, EngineConfig.model_validate({"prefill_chunk_tokens_busy": 16, **NO_CACHE}))
     arrivals = {0: ["text"], 2: ["one", "two"], 5: ["like one"]}
