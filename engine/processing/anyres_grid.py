@@ -1,4 +1,4 @@
-"""AnyresGrid: a square of the whole image and tiles of its padded copy, as LLaVA-OneVision takes them.
+"""AnyresGrid: a square of the whole image and tiles of its padded copy, as LLaVA-NeXT and LLaVA-OneVision take them.
 
 Image workers import this module, so it imports only NumPy and Pillow.
 """
@@ -17,14 +17,14 @@ REDUCED_FROM = 1.1
 
 @dataclass(frozen=True)
 class AnyresGrid(ImageGrid):
-    """The steps of LLaVA-OneVision's image processor before the normalisation of pixels.
+    """The steps of LLaVA-NeXT's and LLaVA-OneVision's image processors before the normalisation of pixels.
 
-    Features of the padding are dropped, and the rest of the tiles' features are reduced if they are too many.
+    Features of the padding are dropped. LLaVA-OneVision reduces the rest of the tiles' features if they are too many.
     """
 
     side: int  # pixels of a tile
     resolutions: tuple[tuple[int, int], ...]  # heights and widths of padded images, in pixels; multiples of `side`
-    max_features: int  # squares of features, as many as a tile has each, to which the features of the tiles are reduced
+    max_features: int | None  # squares of features, as many as a tile has each, to which those of the tiles are reduced
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "resolutions", tuple((height, width) for height, width in self.resolutions))
@@ -76,7 +76,9 @@ class AnyresGrid(ImageGrid):
     def _most_tokens(self, resolution: tuple[int, int]) -> int:
         """Return an upper bound of the tokens of an image that is padded to this height and width."""
         rows, columns = (length // self.side * self.tile_side for length in resolution)
-        most = min(rows * columns, int(REDUCED_FROM**2 * self.max_features * self.tile_side**2) + 1)
+        most = rows * columns
+        if self.max_features is not None:
+            most = min(most, int(REDUCED_FROM**2 * self.max_features * self.tile_side**2) + 1)
         return self.tile_side**2 + most + rows
 
     def _resolution(self, width: int, height: int) -> tuple[int, int]:
@@ -97,14 +99,14 @@ class AnyresGrid(ImageGrid):
     def _unpadded(width: int, height: int, rows: int, columns: int) -> tuple[int, int]:
         """Return the rows and columns of features without padding.
 
-        Source: `_get_unpadded_features` of transformers' LLaVA-OneVision processor.
+        Source: `_get_unpadded_features` of transformers' LLaVA-NeXT processor.
         """
         if width / height > columns / rows:
             return rows - (rows - int(round(height * (columns / width), 7))) // 2 * 2, columns
         return rows, columns - (columns - int(round(width * (rows / height), 7))) // 2 * 2
 
 
-def reduced(unpadded: tuple[int, int], tile_side: int, max_features: int) -> tuple[int, int]:
+def reduced(unpadded: tuple[int, int], tile_side: int, max_features: int | None) -> tuple[int, int]:
     """Return the rows and columns to which the features of the tiles are reduced, or those that they have.
 
     Args:
@@ -112,5 +114,7 @@ def reduced(unpadded: tuple[int, int], tile_side: int, max_features: int) -> tup
         tile_side: Features along each side of a tile.
         max_features: See AnyresGrid.
     """
+    if max_features is None:
+        return unpadded
     ratio = math.sqrt(unpadded[0] * unpadded[1] / (max_features * tile_side**2))
     return (int(unpadded[0] // ratio), int(unpadded[1] // ratio)) if ratio > REDUCED_FROM else unpadded

@@ -263,23 +263,36 @@ def _llava_siglip_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -
     return SquareGrid(patch_size=patch_size, merge_size=1, resample=int(settings["resample"]), side=side)
 
 
+def _llava_next_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> AnyresGrid:
+    side = settings["crop_size"]["height"]
+    if (shortest := settings["size"].get("shortest_edge")) != side:
+        raise ValueError(f"shortest_edge is {shortest}; supported is the height of crop_size, {side}")
+    return _anyres_grid(settings, config, side, max_features=None)
+
+
 def _llava_onevision_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> AnyresGrid:
-    patch_size, side = _tower_patches(config, settings["size"]["height"])
+    ratio = str(config.get("vision_aspect_ratio", "anyres_max_9"))
+    if not (match := re.fullmatch(r"anyres_max_([1-9]\d*)", ratio)):
+        raise ValueError(f"vision_aspect_ratio is {ratio!r}; supported is anyres_max_N")
+    return _anyres_grid(settings, config, settings["size"]["height"], max_features=int(match[1]))
+
+
+def _anyres_grid(
+    settings: Mapping[str, Any], config: Mapping[str, Any], tile_side: int, max_features: int | None
+) -> AnyresGrid:
+    patch_size, side = _tower_patches(config, tile_side)
     resolutions = tuple((int(height), int(width)) for height, width in settings["image_grid_pinpoints"])
     if (named := config.get("image_grid_pinpoints")) is not None and [list(one) for one in resolutions] != named:
         raise ValueError("its image_grid_pinpoints differ from those of config.json")
     if not resolutions or any(length < side or length % side for one in resolutions for length in one):
         raise ValueError(f"image_grid_pinpoints are {resolutions}; each must be a multiple of {side} pixels")
-    ratio = str(config.get("vision_aspect_ratio", "anyres_max_9"))
-    if not (match := re.fullmatch(r"anyres_max_([1-9]\d*)", ratio)):
-        raise ValueError(f"vision_aspect_ratio is {ratio!r}; supported is anyres_max_N")
     return AnyresGrid(
         patch_size=patch_size,
         merge_size=1,
         resample=int(settings["resample"]),
         side=side,
         resolutions=resolutions,
-        max_features=int(match[1]),
+        max_features=max_features,
     )
 
 
@@ -302,6 +315,7 @@ GRIDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageGrid]] = 
     "internvl_chat": _internvl_chat_grid,
     "llava": _llava_grid,
     "llava_siglip": _llava_siglip_grid,
+    "llava_next": _llava_next_grid,
     "llava_onevision": _llava_onevision_grid,
 }
 """By family: builds the grid from the image processor's settings and config.json."""

@@ -292,6 +292,21 @@ LLAVA_SIGLIP = VisionFamily(
     required_values={"vision_feature_select_strategy": "full"},  # the tower has no class token
     defaults={**HALF, "size": {"height": 224, "width": 224}, "resample": 3, "temporal_patch_size": 1},
 )
+LLAVA_NEXT = VisionFamily(
+    name="llava_next",
+    model_types=frozenset(("llava_next",)),
+    processors=_named("LlavaNext"),
+    placeholder=one_run,
+    towers=frozenset(("clip_vision_model",)),
+    config_values={"use_image_newline_parameter": True, "vision_feature_select_strategy": "default"},
+    defaults={
+        "size": {"shortest_edge": 224},
+        "crop_size": {"height": 224, "width": 224},
+        "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+        "resample": 3,
+        "temporal_patch_size": 1,
+    },
+)
 LLAVA_ONEVISION = VisionFamily(
     name="llava_onevision",
     model_types=frozenset(("llava_onevision",)),
@@ -308,7 +323,19 @@ LLAVA_ONEVISION = VisionFamily(
     },
 )
 
-FAMILIES = (QWEN_VL, GLM_V, GEMMA3, PIXTRAL, IDEFICS3, INTERNVL, INTERNVL_CHAT, LLAVA, LLAVA_SIGLIP, LLAVA_ONEVISION)
+FAMILIES = (
+    QWEN_VL,
+    GLM_V,
+    GEMMA3,
+    PIXTRAL,
+    IDEFICS3,
+    INTERNVL,
+    INTERNVL_CHAT,
+    LLAVA,
+    LLAVA_SIGLIP,
+    LLAVA_NEXT,
+    LLAVA_ONEVISION,
+)
 
 
 def vision_family(config: Mapping[str, Any]) -> VisionFamily | None:

@@ -131,29 +131,34 @@ class LlavaTower:
         state.hidden = self._layers[index](state.hidden, mask=None)
 
     def finish(self, state: TowerState) -> mx.array:
-        features = self._module.multi_modal_projector(state.hidden[:, 1:] if self._is_clip else state.hidden)
+        features = self._projected(state)
         return features.reshape(-1, features.shape[-1])
+
+    def _projected(self, state: TowerState) -> mx.array:
+        return self._module.multi_modal_projector(state.hidden[:, 1:] if self._is_clip else state.hidden)
 
     def probe_grids(self) -> list[Grid]:
         return [one_tile(self._vision.embeddings)]
 
 
-class OnevisionTower(LlavaTower):
-    """SigLIP on a square and tiles, whose features form one image again, without padding and with an end to each row.
+class LlavaNextTower(LlavaTower):
+    """CLIP on a square and tiles, whose features form one image again, without padding and with an end to each row.
 
-    Source: `pack_image_features` of transformers' LLaVA-OneVision; the library's rounds sizes otherwise.
+    Source: `pack_image_features` of transformers' LLaVA-NeXT. The library's module gives each image token a whole tile.
     """
 
+    _max_features: int | None = None
+
     def finish(self, state: TowerState) -> mx.array:
-        features, config = self._module.multi_modal_projector(state.hidden), self._module.config
+        features = self._projected(state)
         num_tiles, side, _ = state.grid
         rows, columns = state.tiles if any(state.tiles) else (1, num_tiles - 1)  # a probe has no tiles
         height, width = state.unpadded if any(state.unpadded) else (rows * side, columns * side)
         whole = features[1:].reshape(rows, columns, side, side, -1).transpose(0, 2, 1, 3, 4)
         whole = whole.reshape(rows * side, columns * side, -1)
         top, left = (rows * side - height) // 2, (columns * side - width) // 2
-        size = reduced((height, width), side, int(config.vision_aspect_ratio.removeprefix("anyres_max_")))
         whole = whole[top : top + height, left : left + width]
+        size = reduced((height, width), side, self._max_features)
         if size != (height, width):
             whole = resize_bilinear(whole, size, antialias=False)
         ends = mx.broadcast_to(self._module.image_newline.astype(whole.dtype), (size[0], 1, whole.shape[-1]))
@@ -164,3 +169,14 @@ class OnevisionTower(LlavaTower):
         embeddings = self._vision.embeddings
         _, height, width = one_tile(embeddings)
         return [(num_tiles + 1, height, width) for num_tiles, _, _ in tile_grids(embeddings)]
+
+
+class OnevisionTower(LlavaNextTower):
+    """SigLIP likewise; more features than `vision_aspect_ratio` allows are reduced.
+
+    The library rounds sizes without padding otherwise than transformers, whose number of tokens this has.
+    """
+
+    def __init__(self, module: Any):
+        super().__init__(module)
+        self._max_features = int(module.config.vision_aspect_ratio.removeprefix("anyres_max_"))

@@ -182,6 +182,7 @@ TOWERS: dict[str, type[VisionTower]] = {
     "internvl": square_towers.InternVLTower,
     "internvl_chat": square_towers.InternVLChatTower,
     "llava": square_towers.LlavaTower,
+    "llava_next": square_towers.LlavaNextTower,
     "llava_onevision": square_towers.OnevisionTower,
     "mistral3": Mistral3Tower,
     "pixtral": PixtralTower,

@@ -15,7 +15,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.support.families.family import VOCAB_SIZE
-from tests.support.vision_families import SPECIAL_TOKENS, Pixels, SightedFamily
+from tests.support.sighted_family import SPECIAL_TOKENS, Pixels, SightedFamily
 from tests.support.zoo import Greedy, drawn, empty_cache, greedy, new_module
 
 TEMPLATE = """\
@@ -70,7 +70,9 @@ def write_files(out: Path, family: SightedFamily) -> Path:
     return out
 
 
-def reference(module: Any, token_ids: Sequence[int], pixels: Pixels, num_tokens: int) -> Greedy:
+def reference(
+    module: Any, token_ids: Sequence[int], pixels: Pixels, num_tokens: int, family: SightedFamily | None = None
+) -> Greedy:
     """Return the answer to a prompt, each token from one forward over all tokens before it, as mlx_vlm.generate does.
 
     Args:
@@ -78,10 +80,13 @@ def reference(module: Any, token_ids: Sequence[int], pixels: Pixels, num_tokens:
         token_ids: The prompt, with all image tokens.
         pixels: Its images, prepared by the library's processor; {} for a text.
         num_tokens: Tokens of the answer.
+        family: Needed where it has `features`.
     """
     lm, logits = module.language_model, []
     tokens: list[int] = []
     arrays = {name: mx.array(value) for name, value in pixels.items()}
+    if pixels and family is not None and family.features is not None:
+        arrays["cached_image_features"] = family.features(module, arrays)
     while len(tokens) < num_tokens:
         ids = mx.array([[*token_ids, *tokens]], mx.int32)
         cache = empty_cache(lm)

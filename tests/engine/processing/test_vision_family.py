@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mlx_vlm.models.llava_next.processing_llava_next import LlavaNextProcessor
 from mlx_vlm.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from PIL import Image
 
@@ -20,10 +21,14 @@ from engine.processing.message import ImageSource, text_part
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineFailed, ImagePatches
 from tests.support.image_files import data_url, encoded
-from tests.support.vision_families import IDS, SIGHTED, SightedFamily
+from tests.support.sighted_family import IDS, SightedFamily
+from tests.support.vision_families import SIGHTED
 from tests.support.vision_zoo import image, write_files
 
 SIZES = [(64, 40), (33, 64), (32, 32), (8, 8), (500, 90), (90, 501), (100, 40), (700, 900)]
+
+
+PADDED = [("llava_onevision", 384, 1), ("llava_onevision", 384, 9), ("llava_next", 336, None)]
 
 
 @pytest.fixture(scope="module", params=SIGHTED)
@@ -193,28 +198,39 @@ def test_limits_of_pan_and_scan_that_leave_no_crop_are_refused(tmp_path: Path):
             ImagePreprocessor(model_dir)
 
 
-def test_tokens_of_a_padded_image_are_those_of_the_processor_for_images_of_any_shape(tmp_path: Path):
-    """With the sizes of the published checkpoints, whose tiles have 27 features per side."""
-    family = SIGHTED["llava_onevision"]
-    vision = {**family.config["vision_config"], "image_size": 384, "patch_size": 14}
-    pinpoints = [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)]
-    config = {**family.config, "vision_config": vision, "image_grid_pinpoints": pinpoints}
-    settings = {**family.processor, "size": {"height": 384, "width": 384}, "image_grid_pinpoints": pinpoints}
-    for most in (1, 9):
-        named = {**config, "vision_aspect_ratio": f"anyres_max_{most}"}
-        grid = ImagePreprocessor(write_files(tmp_path, replace(family, config=named, processor=settings))).grid
-        library: Any = LlavaOnevisionProcessor.__new__(LlavaOnevisionProcessor)
-        library.image_processor = SimpleNamespace(image_grid_pinpoints=pinpoints)
-        library.num_image_tokens, library.vision_aspect_ratio = 27**2, named["vision_aspect_ratio"]
-        sides = (1, 13, 160, 383, 384, 385, 512, 767, 1000, 1537, 2304, 4001)
-        sizes = [
-            (width, height) for width in sides for height in sides if max(width, height) <= 200 * min(width, height)
-        ]
-        for width, height in sizes:
-            num_tokens = grid.num_tokens(grid.layout(width, height))
-            assert num_tokens == library._get_number_of_features(height, width, 384, 384), (width, height)
+@pytest.mark.parametrize(("name", "side", "most"), PADDED)
+def test_tokens_of_a_padded_image_are_those_of_the_processor_for_images_of_any_shape(
+    name: str, side: int, most: int | None, tmp_path: Path
+):
+    """With the sizes of the published checkpoints, whose tiles have 27 or 24 features per side.
+
+    most: See AnyresGrid.max_features.
+    """
+    family = SIGHTED[name]
+    pinpoints = [[side * rows, side * columns] for rows in range(1, 7) for columns in range(1, 7)]
+    config = {
+        **family.config,
+        "vision_config": {**family.config["vision_config"], "image_size": side, "patch_size": 14},
+        "image_grid_pinpoints": pinpoints,
+        "vision_aspect_ratio": f"anyres_max_{most}",
+    }
+    size = {"height": side, "width": side}
+    sizes = {"size": size} if most else {"size": {"shortest_edge": side}, "crop_size": size}
+    settings = {**family.processor, **sizes, "image_grid_pinpoints": pinpoints}
+    grid = ImagePreprocessor(write_files(tmp_path, replace(family, config=config, processor=settings))).grid
+    processor = LlavaOnevisionProcessor if most else LlavaNextProcessor
+    library: Any = processor.__new__(processor)
+    library.image_processor = SimpleNamespace(image_grid_pinpoints=pinpoints)
+    library.num_image_tokens, library.vision_aspect_ratio = (side // 14) ** 2, f"anyres_max_{most}"
+    library.patch_size, library.num_additional_image_tokens = 14, 0
+    sides = (1, 13, 160, 383, 384, 385, 512, 767, 1000, 1537, 2304, 4001)
+    for width, height in ((width, height) for width in sides for height in sides):
+        if max(width, height) <= 200 * min(width, height):
+            layout = grid.layout(width, height)
+            num_tokens = grid.num_tokens(layout)
+            assert num_tokens == library._get_number_of_features(height, width, side, side), (width, height)
             assert num_tokens <= grid.max_tokens
-            assert 3 * grid.layout(width, height).num_patches * 14**2 <= grid.max_tokens * grid.token_bytes
+            assert 3 * layout.num_patches * 14**2 <= grid.max_tokens * grid.token_bytes
 
 
 def test_black_images_with_other_padding_are_not_taken_for_each_other(tmp_path: Path):

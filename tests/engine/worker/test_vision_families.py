@@ -23,7 +23,8 @@ from engine.processing.video_grid import CutVideo, VideoGrid
 from engine.protocol import EngineRequest, ImagePatches, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.driver import Driver
-from tests.support.vision_families import IDS, SIGHTED, video_pixels
+from tests.support.sighted_family import IDS
+from tests.support.vision_families import SIGHTED, video_pixels
 from tests.support.vision_zoo import image, make, reference
 from tests.support.zoo import Greedy
 
@@ -104,13 +105,14 @@ def sighted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         patches = tuple(preprocessor.patches(one) for one in pictures)
         requests[name] = request_of(name, messages_of(content), patches, tokenizer)
         pixels = family.pixels(pictures) if pictures else {}
-        answers[name] = reference(module, requests[name].token_ids.tolist(), pixels, NUM_TOKENS)
+        answers[name] = reference(module, requests[name].token_ids.tolist(), pixels, NUM_TOKENS, family)
     # the next turn of the conversation "one"
     said = tokenizer.decode(answers["one"].tokens)
     messages = [*messages_of(CONTENTS["one"]), {"role": "assistant", "content": said}]
     messages += [{"role": "user", "content": "Are you sure?"}]
     requests["next"] = request_of("next", messages, requests["one"].images, tokenizer)
-    answers["next"] = reference(module, requests["next"].token_ids.tolist(), family.pixels([WIDE]), NUM_TOKENS)
+    ids = requests["next"].token_ids.tolist()
+    answers["next"] = reference(module, ids, family.pixels([WIDE]), NUM_TOKENS, family)
     runner = load_runner(EngineConfig(model=str(path)), lambda progress: None)
     return Sighted(runner, requests, answers, module, tokenizer, preprocessor.video_grid)
 
