@@ -20,7 +20,7 @@ from engine.processing.checkpoint import (
 from engine.processing.image_file import ImageFile, ImageRefused, check_sides
 from engine.processing.image_grid import CutImage, ImageGrid
 from engine.processing.pan_grid import PanGrid
-from engine.processing.patch_grid import PatchGrid
+from engine.processing.patch_grid import PatchGrid, RasterGrid
 from engine.processing.patch_normalization import PatchNormalization
 from engine.processing.row_grid import RowGrid
 from engine.processing.split_grid import SplitGrid
@@ -176,6 +176,17 @@ def _glm_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> PatchGr
     )
 
 
+def _paddleocr_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> RasterGrid:
+    size = settings["size"]
+    return RasterGrid(
+        patch_size=int(settings["patch_size"]),
+        merge_size=int(settings["merge_size"]),
+        resample=int(settings["resample"]),
+        min_pixels=int(settings.get("min_pixels", size.get("shortest_edge", size.get("min_pixels")))),
+        max_pixels=int(settings.get("max_pixels", size.get("longest_edge", size.get("max_pixels")))),
+    )
+
+
 def _gemma3_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> SquareGrid | PanGrid:
     patch_size, side = _tower_patches(config, settings["size"]["height"])
     text = config.get("text_config") or {}
@@ -308,6 +319,7 @@ def _tower_patches(config: Mapping[str, Any], side: int) -> tuple[int, int]:
 GRIDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageGrid]] = {
     "qwen_vl": _qwen_grid,
     "glm_v": _glm_grid,
+    "paddleocr": _paddleocr_grid,
     "gemma3": _gemma3_grid,
     "pixtral": _pixtral_grid,
     "idefics3": _idefics3_grid,

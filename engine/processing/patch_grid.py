@@ -60,3 +60,22 @@ class PatchGrid(ImageGrid):
         blocks = pixels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
         patches = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, patch, patch)
         return np.ascontiguousarray(patches)
+
+
+@dataclass(frozen=True)
+class RasterGrid(PatchGrid):
+    """The steps of PaddleOCR-VL's image processor: likewise, but with the patches row by row.
+
+    A side below `factor` is enlarged to it, one side after the other, before anything else.
+    """
+
+    def target_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height. Source: `smart_resize` of transformers' PaddleOCR-VL image processor."""
+        if height < self.factor:
+            width, height = round(width * self.factor / height), self.factor
+        if width < self.factor:
+            width, height = self.factor, round(height * self.factor / width)
+        return super().target_size(width, height)
+
+    def _patches(self, pixels: np.ndarray, rows: int, columns: int) -> np.ndarray:
+        return ImageGrid._patches(self, pixels, rows, columns)

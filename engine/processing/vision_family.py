@@ -223,6 +223,19 @@ GLM_V = VisionFamily(
         "resample": 3,
     },
 )
+PADDLEOCR = VisionFamily(
+    name="paddleocr",
+    model_types=frozenset(("paddleocr_vl",)),
+    processors=_named("PaddleOCRVL"),
+    placeholder=one_run,
+    defaults={
+        "size": {"shortest_edge": 384 * 384, "longest_edge": 1536 * 1536},
+        "patch_size": 14,
+        "merge_size": 2,
+        "temporal_patch_size": 1,
+        "resample": 3,
+    },
+)
 PIXTRAL = VisionFamily(
     name="pixtral",
     model_types=frozenset(("pixtral", "mistral3")),
@@ -326,6 +339,7 @@ LLAVA_ONEVISION = VisionFamily(
 FAMILIES = (
     QWEN_VL,
     GLM_V,
+    PADDLEOCR,
     GEMMA3,
     PIXTRAL,
     IDEFICS3,

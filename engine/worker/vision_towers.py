@@ -131,6 +131,31 @@ class GlmTower(GlmOcrTower):
         state.hidden = self._tower.blocks[index](state.hidden, cu_seqlens=bounds, rotary_pos_emb=rotary)
 
 
+class PaddleOCRTower:
+    """PaddleOCR-VL's tower: learned positions, interpolated, and rotary ones, of patches row by row."""
+
+    def __init__(self, module: Any):
+        self._tower = module.visual
+        self.num_blocks, self.patch_size = len(self._tower.layers), self._tower.config.patch_size
+
+    def begin(self, pixels: mx.array, grid: Grid) -> TowerState:
+        tower, grids = self._tower, mx.array([grid], mx.int32)
+        pixels = pixels.astype(tower.embeddings.patch_embedding.weight.dtype)
+        fixed = frame_bounds(grid), tower.rot_pos_emb(grids)
+        return TowerState(tower.embeddings(pixels[None], grids), grid, fixed)
+
+    def run_block(self, index: int, state: TowerState) -> None:
+        bounds, rotary = state.fixed
+        state.hidden = self._tower.layers[index](state.hidden, cu_seqlens=bounds, rotary_pos_emb=rotary)
+
+    def finish(self, state: TowerState) -> mx.array:
+        tower = self._tower
+        return tower.projector(tower.post_layernorm(state.hidden), mx.array([state.grid], mx.int32))
+
+    def probe_grids(self) -> list[Grid]:
+        return square_grids(self._tower.config.spatial_merge_size)
+
+
 class PixtralTower:
     """Pixtral's tower: images of any shape, two rotary positions per patch; a patch is a token."""
 
@@ -185,6 +210,7 @@ TOWERS: dict[str, type[VisionTower]] = {
     "llava_next": square_towers.LlavaNextTower,
     "llava_onevision": square_towers.OnevisionTower,
     "mistral3": Mistral3Tower,
+    "paddleocr_vl": PaddleOCRTower,
     "pixtral": PixtralTower,
     "smolvlm": square_towers.Idefics3Tower,
     "qwen2_vl": Qwen2Tower,

@@ -7,6 +7,7 @@ from typing import Any
 from mlx_vlm.models.qwen3_vl.processing_qwen3_vl import Qwen3VLVideoProcessor
 from PIL import Image
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -138,6 +139,38 @@ def glm(model_type: str, processor: str = "Glm4v", seed: int = 0) -> SightedFami
     return SightedFamily(config, settings, pixels, qwen_placed, "<start><image><end>", seed)
 
 
+# PaddleOCR-VL: likewise, row by row
+
+PADDLEOCR_PROCESSOR: dict[str, Any] = {
+    "image_processor_type": "PaddleOCRVLImageProcessor",
+    "patch_size": PATCH,
+    "temporal_patch_size": 1,
+    "merge_size": 2,
+    "min_pixels": 4 * 16**2,
+    "max_pixels": 16 * 16**2,
+    **NORMALIZED,
+}
+
+
+def paddleocr(seed: int = 0) -> SightedFamily:
+    text_config = VISION_FAMILIES["paddleocr_vl"].config
+    config = {
+        **text_config,
+        **QWEN_IDS,
+        "image_token_id": IDS["<image>"],
+        "eos_token_id": IDS["<|im_end|>"],
+        "hidden_size": 1024,  # the tower's projector knows no other
+        "vision_config": {"model_type": "paddleocr_vl", **TOWER},
+    }
+    made = prepared(PaddleOCRVLImageProcessorPil, PADDLEOCR_PROCESSOR, "pixel_values", "image_grid_thw")
+
+    def pixels(images: Sequence[Image.Image]) -> Pixels:
+        arrays = made(images)
+        return {**arrays, "pixel_values": arrays["pixel_values"].reshape(1, -1, 3, PATCH, PATCH)}
+
+    return SightedFamily(config, PADDLEOCR_PROCESSOR, pixels, qwen_placed, "<start><image><end>", seed)
+
+
 DEEPSTACK = {"deepstack_visual_indexes": [0, 1]}
 
 QWEN2_VISION = {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2.0}
@@ -199,6 +232,7 @@ SIGHTED: dict[str, SightedFamily] = {
     "glm4v": glm("glm4v", seed=3),
     "glm4v_moe": glm("glm4v_moe", seed=3),
     "glm_ocr": glm("glm_ocr", "Glm46V", seed=17),
+    "paddleocr_vl": paddleocr(seed=2),
     "qwen2_vl": flat(qwen("qwen2_vl", text("qwen2_vl", MROPE), QWEN2_VISION, seed=1)),
     "qwen2_5_vl": flat(qwen("qwen2_5_vl", text("qwen2_5_vl", MROPE), WINDOW_VISION, seed=4)),
     "qwen3_vl": qwen("qwen3_vl", text("qwen3_vl_text", MROPE), DEEPSTACK, seed=7),
@@ -209,6 +243,7 @@ SIGHTED: dict[str, SightedFamily] = {
 IN_WORDS: dict[str, tuple[str, str, str]] = {
     "qwen_vl": ("patches of any shape", "three", "one run"),
     "glm_v": ("patches of any shape", "three", "one run"),
+    "paddleocr": ("patches of any shape", "three", "one run"),
     "gemma3": (
         "one square; with pan-and-scan also its crops",
         "one",
