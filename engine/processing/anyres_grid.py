@@ -58,6 +58,11 @@ class AnyresGrid(ImageGrid):
         return self.tile_side**2 + rows * (columns + 1)
 
     def target_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height in the padding, each at least those of the square of the whole."""
+        inner_width, inner_height = self._inner_size(width, height)
+        return max(inner_width, self.side), max(inner_height, self.side)
+
+    def _inner_size(self, width: int, height: int) -> tuple[int, int]:
         """Return the width and height in the padding. Source: `get_patch_output_size` of transformers."""
         full_height, full_width = self._resolution(width, height)
         across, down = full_width / width, full_height / height
@@ -67,7 +72,7 @@ class AnyresGrid(ImageGrid):
 
     def _frames(self, image: Image.Image, width: int, height: int) -> list[Image.Image]:
         full_height, full_width = self._resolution(width, height)
-        new_width, new_height = self.target_size(width, height)
+        new_width, new_height = self._inner_size(width, height)
         padded = Image.new("RGB", (full_width, full_height))
         resized = image.resize((new_width, new_height), resample=self.resample)
         padded.paste(resized, ((full_width - new_width) // 2, (full_height - new_height) // 2))

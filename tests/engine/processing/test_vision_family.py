@@ -82,6 +82,16 @@ def test_images_from_the_workers_are_those_of_the_preprocessor_and_within_their_
         assert [getattr(ours, name) for name in facts] == [getattr(expected, name) for name in facts]
 
 
+def test_copy_that_is_decoded_at_half_its_size_is_cut_into_the_same_tiles(model_dir: Path):
+    """As large JPEGs are, see ImageFile.rgb."""
+    grid = ImagePreprocessor(model_dir).grid
+    for size in ((1401, 363), (301, 905)):
+        one = image(*size)
+        whole, half = grid.cut(one), grid.cut(one.reduce(2), size)
+        assert (half.layout, half.patches.shape) == (whole.layout, whole.patches.shape)
+        assert np.abs(half.patches.astype(int) - whole.patches).mean() < 3
+
+
 def test_prompt_has_the_tokens_that_the_library_gives_an_image(family: SightedFamily, model_dir: Path):
     preprocessor, tokenizer = ImagePreprocessor(model_dir), ChatTokenizer(model_dir)
     for size in SIZES:
