@@ -320,6 +320,7 @@ GRIDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageGrid]] = 
     "qwen_vl": _qwen_grid,
     "glm_v": _glm_grid,
     "paddleocr": _paddleocr_grid,
+    "dots_ocr": _qwen_grid,
     "gemma3": _gemma3_grid,
     "pixtral": _pixtral_grid,
     "idefics3": _idefics3_grid,

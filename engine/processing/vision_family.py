@@ -223,6 +223,12 @@ GLM_V = VisionFamily(
         "resample": 3,
     },
 )
+DOTS_OCR = VisionFamily(
+    name="dots_ocr",
+    model_types=frozenset(("dots_ocr",)),
+    processors=QWEN_PROCESSORS,
+    placeholder=one_run,
+)
 PADDLEOCR = VisionFamily(
     name="paddleocr",
     model_types=frozenset(("paddleocr_vl",)),
@@ -340,6 +346,7 @@ FAMILIES = (
     QWEN_VL,
     GLM_V,
     PADDLEOCR,
+    DOTS_OCR,
     GEMMA3,
     PIXTRAL,
     IDEFICS3,

@@ -131,6 +131,31 @@ class GlmTower(GlmOcrTower):
         state.hidden = self._tower.blocks[index](state.hidden, cu_seqlens=bounds, rotary_pos_emb=rotary)
 
 
+class DotsTower:
+    """dots.ocr's tower: rotary positions alone."""
+
+    def __init__(self, module: Any):
+        self._tower = module.vision_tower
+        self.num_blocks, self.patch_size = len(self._tower.blocks), self._tower.config.patch_size
+
+    def begin(self, pixels: mx.array, grid: Grid) -> TowerState:
+        tower, patchifier = self._tower, self._tower.patch_embed.patchifier
+        slices = mx.repeat(pixels[:, :, None], patchifier.temporal_patch_size, axis=2)
+        hidden = tower.patch_embed(slices.astype(patchifier.proj.weight.dtype))
+        return TowerState(hidden, grid, (frame_bounds(grid), tower.rot_pos_emb(mx.array([grid], mx.int32))))
+
+    def run_block(self, index: int, state: TowerState) -> None:
+        bounds, rotary = state.fixed
+        state.hidden = self._tower.blocks[index](state.hidden, cu_seqlens=bounds, rotary_pos_emb=rotary)
+
+    def finish(self, state: TowerState) -> mx.array:
+        tower = self._tower
+        return tower.merger(tower.post_trunk_norm(state.hidden) if tower.config.post_norm else state.hidden)
+
+    def probe_grids(self) -> list[Grid]:
+        return square_grids(self._tower.spatial_merge_size)
+
+
 class PaddleOCRTower:
     """PaddleOCR-VL's tower: learned positions, interpolated, and rotary ones, of patches row by row."""
 
@@ -199,6 +224,7 @@ class Mistral3Tower(PixtralTower):
 
 
 TOWERS: dict[str, type[VisionTower]] = {
+    "dots_ocr": DotsTower,
     "gemma3": square_towers.Gemma3Tower,
     "glm4v": GlmTower,
     "glm4v_moe": GlmTower,

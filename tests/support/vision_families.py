@@ -171,6 +171,21 @@ def paddleocr(seed: int = 0) -> SightedFamily:
     return SightedFamily(config, PADDLEOCR_PROCESSOR, pixels, qwen_placed, "<start><image><end>", seed)
 
 
+DOTS_PROCESSOR = {**QWEN_PROCESSOR, "temporal_patch_size": 1}
+DOTS_OCR = SightedFamily(
+    sighted(
+        "dots_ocr",
+        text("dots_ocr"),
+        {"model_type": "dots_vit", **TOWER, "embed_dim": 32, "hidden_size": 64, "num_channels": 3},
+        video_token_id=IDS["<video>"],
+    ),
+    DOTS_PROCESSOR,
+    prepared(Qwen2VLImageProcessorPil, DOTS_PROCESSOR, "pixel_values", "image_grid_thw"),
+    qwen_placed,
+    "<start><image><end>",
+    seed=7,
+)
+
 DEEPSTACK = {"deepstack_visual_indexes": [0, 1]}
 
 QWEN2_VISION = {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2.0}
@@ -232,6 +247,7 @@ SIGHTED: dict[str, SightedFamily] = {
     "glm4v": glm("glm4v", seed=3),
     "glm4v_moe": glm("glm4v_moe", seed=3),
     "glm_ocr": glm("glm_ocr", "Glm46V", seed=17),
+    "dots_ocr": DOTS_OCR,
     "paddleocr_vl": paddleocr(seed=2),
     "qwen2_vl": flat(qwen("qwen2_vl", text("qwen2_vl", MROPE), QWEN2_VISION, seed=1)),
     "qwen2_5_vl": flat(qwen("qwen2_5_vl", text("qwen2_5_vl", MROPE), WINDOW_VISION, seed=4)),
@@ -243,6 +259,7 @@ SIGHTED: dict[str, SightedFamily] = {
 IN_WORDS: dict[str, tuple[str, str, str]] = {
     "qwen_vl": ("patches of any shape", "three", "one run"),
     "glm_v": ("patches of any shape", "three", "one run"),
+    "dots_ocr": ("patches of any shape", "one", "one run"),
     "paddleocr": ("patches of any shape", "three", "one run"),
     "gemma3": (
         "one square; with pan-and-scan also its crops",
