@@ -254,8 +254,9 @@ class ImagePatches:
     channels * frames instead of channels, colours first."""
     grid_thw: tuple[int, int, int]  # Frames or tiles, and patches along height and width of each.
     num_tokens: int  # Image tokens in the prompt.
-    content_hash: str  # Hex digest of mode, size and pixels after resizing.
+    content_hash: str  # Hex digest of mode, size, padding and pixels after resizing.
     tiles: tuple[int, int] = (0, 0)  # Tiles along height and width; (0, 0) for an image in one piece.
+    unpadded: tuple[int, int] = (0, 0)  # Patches of all tiles without padding, likewise; (0, 0) where none is padded.
     frame: FrameOfVideo | None = None  # None for an image.
 
     def without_pixels(self) -> "ImagePatches":

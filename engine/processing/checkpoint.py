@@ -11,7 +11,7 @@ from typing import Any
 import huggingface_hub  # imports its submodules lazily
 
 from engine.demo import DEMO_MODEL
-from engine.processing.vision_family import vision_family
+from engine.processing.vision_family import image_token_id, vision_family
 from engine.protocol import EngineFailed
 from engine.smollm2 import SMOLLM2, is_made, smollm2_checkpoint, smollm2_directory
 
@@ -121,8 +121,31 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """Read config.json of a checkpoint. Raises EngineFailed if it is missing or broken."""
-    return read_json(model_dir / "config.json")
+    """Read config.json of a checkpoint, completed under the library's names as InternVL's own repositories need it.
+
+    These have an `llm_config`, and their image token is known by its name alone.
+
+    Raises:
+        EngineFailed: The file is missing or broken.
+    """
+    config = read_json(model_dir / "config.json")
+    if "llm_config" in config and "text_config" not in config:
+        config["text_config"] = config.pop("llm_config")
+    family = vision_family(config)
+    if family is not None and family.image_token is not None and image_token_id(config) is None:
+        token_id = _added_token_id(model_dir, family.image_token)
+        if token_id is not None:
+            config["image_token_index"] = token_id
+    return config
+
+
+def _added_token_id(model_dir: Path, content: str) -> int | None:
+    """Return the id of an added token of a checkpoint's tokenizer, None if it has none of this content."""
+    added = read_optional_json(model_dir / "tokenizer.json").get("added_tokens") or []
+    named = read_optional_json(model_dir / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    found = [int(token["id"]) for token in added if token.get("content") == content]
+    found += [int(id_) for id_, token in named.items() if token.get("content") == content]
+    return next(iter(found), None)
 
 
 def refuse_code(model_dir: Path) -> None:

@@ -40,6 +40,8 @@ class TemplateForms:
 
     accepts_parts: bool
     """Whether it accepts a list of text parts as content."""
+    image_in_text: str | None = None
+    """What stands for an image in a content without parts; None: such a template gets parts with images as they are."""
     argument_texts: bool = False
     """Whether it accepts the arguments of a tool call as JSON text instead of an object."""
     thought_key: str | None = "reasoning_content"
@@ -56,13 +58,8 @@ class Conversation:
     """Template variables."""
     quarantine: ControlTokenEscaper
     """The control strings that are escaped in both."""
-
-    @property
-    def num_images(self) -> int:
-        """Images and videos."""
-        contents = [message.get("content") for message in self.messages]
-        parts = [part for content in contents if isinstance(content, list) for part in content]
-        return sum(part in ({"type": "image"}, {"type": "video"}) for part in parts)
+    num_images: int
+    """Images and videos."""
 
 
 def convert(
@@ -78,7 +75,9 @@ def convert(
         kwargs = {**DEFAULT_KWARGS, **quarantine.value(_checked_kwargs(template_kwargs))}
     except RecursionError:
         raise InvalidRequest("the messages or tools are nested too deeply", "messages") from None
-    return Conversation(converted, kwargs, quarantine)
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return Conversation(converted, kwargs, quarantine, sum(part["type"] != "text" for part in parts))
 
 
 def _convert(message: Mapping[str, Any], quarantine: ControlTokenEscaper, forms: TemplateForms) -> dict[str, Any]:
@@ -87,7 +86,7 @@ def _convert(message: Mapping[str, Any], quarantine: ControlTokenEscaper, forms:
         # An assistant's <think> and <tool_call> are left to the template, but its special tokens are escaped.
         control = quarantine.control
         pattern = control.special if message.get("role") == "assistant" else control.every
-        converted["content"] = _convert_content(content, quarantine, pattern, forms.accepts_parts)
+        converted["content"] = _convert_content(content, quarantine, pattern, forms)
     if forms.thought_key not in (None, "reasoning_content") and "reasoning_content" in converted:
         converted[forms.thought_key] = converted.pop("reasoning_content")
     if calls := message.get("tool_calls"):
@@ -96,9 +95,12 @@ def _convert(message: Mapping[str, Any], quarantine: ControlTokenEscaper, forms:
 
 
 def _convert_content(
-    content: str | list[Part], quarantine: ControlTokenEscaper, pattern: re.Pattern[str], accepts_parts: bool
+    content: str | list[Part], quarantine: ControlTokenEscaper, pattern: re.Pattern[str], forms: TemplateForms
 ) -> str | list[Part]:
-    """Convert content: images and videos become the template's {"type": "image"}, control strings are escaped."""
+    """Convert content: images and videos become the template's {"type": "image"}, control strings are escaped.
+
+    For a template without parts they become text, where the family has one.
+    """
     if isinstance(content, str):
         return quarantine.text(content, pattern)
     parts: list[Part] = []
@@ -107,8 +109,13 @@ def _convert_content(
             parts += map(text_part, _joined_if_control([part["text"] for part in run], pattern))
         else:
             parts += [{"type": "video" if part["type"] == "video_url" else "image"} for part in run]
-    if not accepts_parts and all(part["type"] == "text" for part in parts):
+    if not forms.accepts_parts and all(part["type"] == "text" for part in parts):
         return quarantine.text("\n".join(part["text"] for part in parts), pattern)
+    if not forms.accepts_parts and (image := forms.image_in_text) is not None:
+        return "".join(
+            quarantine.text("\n".join(part["text"] for part in run), pattern) if is_text else image * len(list(run))
+            for is_text, run in groupby(parts, key=lambda part: part["type"] == "text")
+        )
     return [text_part(quarantine.text(part["text"], pattern)) if part["type"] == "text" else part for part in parts]
 
 

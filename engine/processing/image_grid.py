@@ -21,6 +21,7 @@ class ImageLayout:
 
     grid_thw: tuple[int, int, int]  # Tiles, and patches along height and width of each.
     tiles: tuple[int, int] = (0, 0)  # Tiles along height and width; (0, 0) for an image in one piece.
+    unpadded: tuple[int, int] = (0, 0)  # Patches of all tiles without padding, likewise; (0, 0) where none is padded.
 
     @property
     def num_patches(self) -> int:
@@ -34,7 +35,7 @@ class CutImage:
 
     patches: np.ndarray  # uint8 [num_patches, 3, patch_size, patch_size]
     layout: ImageLayout
-    content_hash: str  # sha256 hex digest over mode, size and pixels after resizing
+    content_hash: str  # sha256 hex digest over mode, size, padding and pixels after resizing
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ class ImageGrid(ABC):
         width, height = size or image.size
         frames = [np.asarray(frame) for frame in self._frames(image, width, height)]
         layout, digest = self.layout(width, height), hashlib.sha256()
+        if any(layout.unpadded):
+            digest.update(f"unpadded {layout.unpadded} ".encode())
         for pixels in frames:
             digest.update(f"RGB {pixels.shape[1]}x{pixels.shape[0]} ".encode())
             digest.update(np.ascontiguousarray(pixels).data)

@@ -3,15 +3,18 @@
 import json
 from dataclasses import asdict
 
+from engine.processing.anyres_grid import AnyresGrid
 from engine.processing.image_grid import ImageGrid
-from engine.processing.patch_grid import PatchGrid
+from engine.processing.pan_grid import PanGrid
+from engine.processing.patch_grid import PatchGrid, RasterGrid
 from engine.processing.row_grid import RowGrid
 from engine.processing.split_grid import SplitGrid
 from engine.processing.square_grid import SquareGrid
 from engine.processing.tile_grid import TileGrid
 
 KINDS: dict[str, type[ImageGrid]] = {
-    kind.__name__: kind for kind in (PatchGrid, RowGrid, SplitGrid, SquareGrid, TileGrid)
+    kind.__name__: kind
+    for kind in (AnyresGrid, PanGrid, PatchGrid, RasterGrid, RowGrid, SplitGrid, SquareGrid, TileGrid)
 }
 
 

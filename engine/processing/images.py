@@ -1,6 +1,7 @@
 """ImagePreprocessor: reads a checkpoint's image settings, and converts an image to patches, not yet normalised."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from engine.processing.anyres_grid import AnyresGrid
 from engine.processing.checkpoint import (
     image_processor_config,
     images_unsupported_reason,
@@ -17,7 +19,8 @@ from engine.processing.checkpoint import (
 )
 from engine.processing.image_file import ImageFile, ImageRefused, check_sides
 from engine.processing.image_grid import CutImage, ImageGrid
-from engine.processing.patch_grid import PatchGrid
+from engine.processing.pan_grid import PanGrid
+from engine.processing.patch_grid import PatchGrid, RasterGrid
 from engine.processing.patch_normalization import PatchNormalization
 from engine.processing.row_grid import RowGrid
 from engine.processing.split_grid import SplitGrid
@@ -89,7 +92,10 @@ class ImagePreprocessor:
 def image_patches(cut: CutImage, grid: ImageGrid) -> ImagePatches:
     """Return a cut image as the engine takes it."""
     layout = cut.layout
-    return ImagePatches(cut.patches, layout.grid_thw, grid.num_tokens(layout), cut.content_hash, layout.tiles)
+    num_tokens = grid.num_tokens(layout)
+    return ImagePatches(
+        cut.patches, layout.grid_thw, num_tokens, cut.content_hash, tiles=layout.tiles, unpadded=layout.unpadded
+    )
 
 
 def normalize(patches: np.ndarray, normalization: PatchNormalization) -> np.ndarray:
@@ -157,12 +163,51 @@ def _video_grid(config: Mapping[str, Any]) -> VideoGrid:
     )
 
 
-def _gemma3_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> SquareGrid:
+def _glm_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> PatchGrid:
+    # The limits are those of a still image repeated along time
+    frames, size = int(settings["temporal_patch_size"]), settings["size"]
+    return PatchGrid(
+        patch_size=int(settings["patch_size"]),
+        merge_size=int(settings["merge_size"]),
+        resample=int(settings["resample"]),
+        min_pixels=-(-int(size["shortest_edge"]) // frames),
+        max_pixels=int(size["longest_edge"]) // frames,
+        enlarges=True,
+    )
+
+
+def _paddleocr_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> RasterGrid:
+    size = settings["size"]
+    return RasterGrid(
+        patch_size=int(settings["patch_size"]),
+        merge_size=int(settings["merge_size"]),
+        resample=int(settings["resample"]),
+        min_pixels=int(settings.get("min_pixels", size.get("shortest_edge", size.get("min_pixels")))),
+        max_pixels=int(settings.get("max_pixels", size.get("longest_edge", size.get("max_pixels")))),
+    )
+
+
+def _gemma3_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> SquareGrid | PanGrid:
     patch_size, side = _tower_patches(config, settings["size"]["height"])
     text = config.get("text_config") or {}
     num_tokens = text.get("mm_tokens_per_image") or config.get("mm_tokens_per_image") or 256
     merge_size = side // patch_size // math.isqrt(num_tokens)
-    return SquareGrid(patch_size=patch_size, merge_size=merge_size, resample=int(settings["resample"]), side=side)
+    square: dict[str, Any] = {
+        "patch_size": patch_size,
+        "merge_size": merge_size,
+        "resample": int(settings["resample"]),
+        "side": side,
+    }
+    if not settings.get("do_pan_and_scan"):
+        return SquareGrid(**square)
+    limits: dict[str, Any] = {
+        "min_crop_side": int(settings["pan_and_scan_min_crop_size"]),
+        "max_crops": int(settings["pan_and_scan_max_num_crops"]),
+        "min_ratio": float(settings["pan_and_scan_min_ratio_to_activate"]),
+    }
+    if min(limits.values()) < 1:
+        raise ValueError(f"the limits of pan-and-scan are {limits}; each must be at least 1")
+    return PanGrid(**square, **limits)
 
 
 def _pixtral_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> RowGrid:
@@ -201,12 +246,65 @@ def _internvl_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Ti
     )
 
 
+def _internvl_chat_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> TileGrid:
+    """Its image processor knows squares alone: config.json has the numbers of tiles, which code of InternVL's cuts."""
+    patch_size, side = _tower_patches(
+        config, int(config.get("force_image_size") or config["vision_config"]["image_size"])
+    )
+    return TileGrid(
+        patch_size=patch_size,
+        merge_size=int(1 / config.get("downsample_ratio", 0.5)),
+        resample=int(settings["resample"]),
+        side=side,
+        min_tiles=int(config.get("min_dynamic_patch", 1)),
+        max_tiles=int(config.get("max_dynamic_patch", 12)),
+    )
+
+
 def _llava_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> SquareGrid:
     crops = settings.get("do_center_crop", True)
     patch_size, side = _tower_patches(config, settings["crop_size" if crops else "size"]["height"])
     if crops and (shortest := settings.get("size", {}).get("shortest_edge", side)) != side:
         raise ValueError(f"shortest_edge is {shortest}; supported is the height of crop_size, {side}")
     return SquareGrid(patch_size=patch_size, merge_size=1, resample=int(settings["resample"]), side=side, crops=crops)
+
+
+def _llava_siglip_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> SquareGrid:
+    patch_size, side = _tower_patches(config, settings["size"]["height"])
+    return SquareGrid(patch_size=patch_size, merge_size=1, resample=int(settings["resample"]), side=side)
+
+
+def _llava_next_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> AnyresGrid:
+    side = settings["crop_size"]["height"]
+    if (shortest := settings["size"].get("shortest_edge")) != side:
+        raise ValueError(f"shortest_edge is {shortest}; supported is the height of crop_size, {side}")
+    return _anyres_grid(settings, config, side, max_features=None)
+
+
+def _llava_onevision_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> AnyresGrid:
+    ratio = str(config.get("vision_aspect_ratio", "anyres_max_9"))
+    if not (match := re.fullmatch(r"anyres_max_([1-9]\d*)", ratio)):
+        raise ValueError(f"vision_aspect_ratio is {ratio!r}; supported is anyres_max_N")
+    return _anyres_grid(settings, config, settings["size"]["height"], max_features=int(match[1]))
+
+
+def _anyres_grid(
+    settings: Mapping[str, Any], config: Mapping[str, Any], tile_side: int, max_features: int | None
+) -> AnyresGrid:
+    patch_size, side = _tower_patches(config, tile_side)
+    resolutions = tuple((int(height), int(width)) for height, width in settings["image_grid_pinpoints"])
+    if (named := config.get("image_grid_pinpoints")) is not None and [list(one) for one in resolutions] != named:
+        raise ValueError("its image_grid_pinpoints differ from those of config.json")
+    if not resolutions or any(length < side or length % side for one in resolutions for length in one):
+        raise ValueError(f"image_grid_pinpoints are {resolutions}; each must be a multiple of {side} pixels")
+    return AnyresGrid(
+        patch_size=patch_size,
+        merge_size=1,
+        resample=int(settings["resample"]),
+        side=side,
+        resolutions=resolutions,
+        max_features=max_features,
+    )
 
 
 def _tower_patches(config: Mapping[str, Any], side: int) -> tuple[int, int]:
@@ -220,10 +318,17 @@ def _tower_patches(config: Mapping[str, Any], side: int) -> tuple[int, int]:
 
 GRIDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageGrid]] = {
     "qwen_vl": _qwen_grid,
+    "glm_v": _glm_grid,
+    "paddleocr": _paddleocr_grid,
+    "dots_ocr": _qwen_grid,
     "gemma3": _gemma3_grid,
     "pixtral": _pixtral_grid,
     "idefics3": _idefics3_grid,
     "internvl": _internvl_grid,
+    "internvl_chat": _internvl_chat_grid,
     "llava": _llava_grid,
+    "llava_siglip": _llava_siglip_grid,
+    "llava_next": _llava_next_grid,
+    "llava_onevision": _llava_onevision_grid,
 }
 """By family: builds the grid from the image processor's settings and config.json."""

@@ -1,4 +1,4 @@
-"""PatchGrid: images of any shape, resized to whole tokens, as Qwen2-VL and its successors take them.
+"""PatchGrid: images of any shape, resized to whole tokens, as Qwen2-VL, its successors and GLM-4.1V take them.
 
 Image workers import this module, so it imports only NumPy and Pillow.
 """
@@ -14,10 +14,11 @@ from engine.processing.image_grid import ImageGrid, ImageLayout
 
 @dataclass(frozen=True)
 class PatchGrid(ImageGrid):
-    """The steps of a Qwen2-VL image processor before the normalisation of pixels."""
+    """The steps of a Qwen2-VL or GLM-4.1V image processor before the normalisation of pixels."""
 
     min_pixels: int  # smaller images are enlarged
     max_pixels: int  # larger images are reduced
+    enlarges: bool = False  # scales images with a side below `factor` up to it first, as GLM-4.1V does
 
     @property
     def max_tokens(self) -> int:
@@ -34,8 +35,11 @@ class PatchGrid(ImageGrid):
     def target_size(self, width: int, height: int) -> tuple[int, int]:
         """Return the width and height to which an image of this size is resized: multiples of `factor`.
 
-        Source: `smart_resize` of transformers' Qwen2-VL image processor.
+        Source: `smart_resize` of transformers' Qwen2-VL and GLM-4.1V image processors.
         """
+        if self.enlarges and min(width, height) < self.factor:
+            scale = max(self.factor / height, self.factor / width)
+            width, height = int(width * scale), int(height * scale)
         new_height, new_width = (round(side / self.factor) * self.factor for side in (height, width))
         if new_height * new_width > self.max_pixels:
             scale = math.sqrt(height * width / self.max_pixels)
@@ -56,3 +60,22 @@ class PatchGrid(ImageGrid):
         blocks = pixels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
         patches = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, patch, patch)
         return np.ascontiguousarray(patches)
+
+
+@dataclass(frozen=True)
+class RasterGrid(PatchGrid):
+    """The steps of PaddleOCR-VL's image processor: likewise, but with the patches row by row.
+
+    A side below `factor` is enlarged to it, one side after the other, before anything else.
+    """
+
+    def target_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height. Source: `smart_resize` of transformers' PaddleOCR-VL image processor."""
+        if height < self.factor:
+            width, height = round(width * self.factor / height), self.factor
+        if width < self.factor:
+            width, height = self.factor, round(height * self.factor / width)
+        return super().target_size(width, height)
+
+    def _patches(self, pixels: np.ndarray, rows: int, columns: int) -> np.ndarray:
+        return ImageGrid._patches(self, pixels, rows, columns)

@@ -109,7 +109,7 @@ class ChatTokenizer:
         self._bound = TokenBound(self._tokenizer)
         self.token_bytes = TokenBytes(self._tokenizer)
         self.image_token_id: int | None = image_token_id(config)
-        self._strings = self._special_strings(model_dir, config)
+        self._strings = strings = self._special_strings(model_dir, config)
         family = vision_family(config)
         self._placeholder = one_run if family is None else family.placeholder
         self._media_markers = None if self._strings is None else self._find_markers(config, family, self._strings)
@@ -121,6 +121,7 @@ class ChatTokenizer:
         self.reasoning: ReasoningFormat | None = find_reasoning_format(self._probe_with, self._encode_piece)
         self._forms = TemplateForms(
             accepts_parts=self._probe_parts(),
+            image_in_text=None if family is None or not family.in_text or not strings else family.in_text(strings),
             argument_texts=takes_argument_texts(self._probe_with),
             thought_key=None if self.reasoning is None else self.reasoning.history_key,
         )

@@ -58,16 +58,23 @@ class VisionFamily:
     """Returns the placeholder of an image."""
     marker: Callable[[SpecialStrings], str] = lambda strings: strings.image
     """Returns the string that the chat template writes for an image, which the placeholder replaces."""
+    image_token: str | None = None
+    """The image token where config.json may lack its id."""
+    in_text: Callable[[SpecialStrings], str] | None = None
+    """Returns what stands for an image in a message whose template takes only text; None: images need a template that
+    takes parts."""
     deepstack: frozenset[str] = frozenset()
     """Those of model_types whose language model takes deepstack features."""
     towers: frozenset[str] = frozenset()
-    """`model_type` of the vision towers, where the models of the family have several kinds."""
+    """`model_type` of the vision towers, where models of the same model_type have several kinds."""
     videos: frozenset[str] = frozenset()
     """Those of model_types that read videos as groups of frames with their times."""
     unsupported_settings: tuple[str, ...] = ()
     """Settings of the image processor that must be off."""
     config_values: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json that may be missing, and the value that they must have otherwise."""
+    required_values: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that config.json must have, and their value."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values of the image processor's class for keys that its configuration lacks."""
 
@@ -84,14 +91,18 @@ class VisionFamily:
         """
         if not isinstance(vision := config.get("vision_config"), dict):
             return "config.json has no vision_config"
-        if (name := processor.get("image_processor_type")) not in self.processors:
+        name = processor.get("image_processor_type", processor.get("feature_extractor_type"))
+        if name not in self.processors:
             return f"the image processor is {name}; supported are {', '.join(sorted(self.processors))}"
+        if self.image_token is not None and image_token_id(config) is None:
+            return f"config.json has no image_token_index, and the tokenizer no token {self.image_token}"
         for key in self.unsupported_settings:
             if processor.get(key):
                 return f"the image processor has {key}: {processor[key]!r}, which is not supported"
-        for key, supported in self.config_values.items():
-            if config.get(key, supported) != supported:
-                return f"config.json has {key}: {config[key]!r}; supported is {supported!r}"
+        missing_too = {key: config.get(key, value) for key, value in self.config_values.items()}
+        for key, supported in {**self.config_values, **self.required_values}.items():
+            if (value := missing_too.get(key, config.get(key))) != supported:
+                return f"config.json has {key}: {value!r}; supported is {supported!r}"
         if self.towers and (tower := vision.get("model_type")) not in self.towers:
             return f"the vision tower is {tower}; supported are {', '.join(sorted(self.towers))}"
         if not isinstance(config.get("vision_feature_layer", 0), int):
@@ -130,8 +141,14 @@ def one_run(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
 
 
 def _in_gemma3(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    """One run per square, as Gemma 3 has it: of the image, and of each of its crops."""
     begin, end = _gemma3_begin(strings), strings.named("eoi_token_index", "<end_of_image>")
-    return ImagePlaceholder(f"\n\n{begin}{strings.image}{end}\n\n", (image.num_tokens,))
+    text, num_squares = f"\n\n{begin}{strings.image}{end}\n\n", image.grid_thw[0]
+    runs = (image.num_tokens // num_squares,) * num_squares
+    if num_squares > 1:
+        crops = " ".join([text] * (num_squares - 1))
+        text = f"Here is the original image {text} and here are some crops to help you see better {crops}"
+    return ImagePlaceholder(text, runs)
 
 
 def _gemma3_begin(strings: SpecialStrings) -> str:
@@ -183,8 +200,47 @@ GEMMA3 = VisionFamily(
     processors=_named("Gemma3"),
     placeholder=_in_gemma3,
     marker=_gemma3_begin,
-    unsupported_settings=("do_pan_and_scan",),
-    defaults={**HALF, "size": {"height": 224, "width": 224}, "resample": 2, "temporal_patch_size": 1},
+    defaults={
+        **HALF,
+        "size": {"height": 224, "width": 224},
+        "resample": 2,
+        "temporal_patch_size": 1,
+        "pan_and_scan_min_crop_size": 256,
+        "pan_and_scan_max_num_crops": 4,
+        "pan_and_scan_min_ratio_to_activate": 1.2,
+    },
+)
+GLM_V = VisionFamily(
+    name="glm_v",
+    model_types=frozenset(("glm4v", "glm4v_moe", "glm_ocr")),
+    processors=_named("Glm4v", "Glm46V"),
+    placeholder=one_run,
+    defaults={
+        "size": {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000},
+        "patch_size": 14,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "resample": 3,
+    },
+)
+DOTS_OCR = VisionFamily(
+    name="dots_ocr",
+    model_types=frozenset(("dots_ocr",)),
+    processors=QWEN_PROCESSORS,
+    placeholder=one_run,
+)
+PADDLEOCR = VisionFamily(
+    name="paddleocr",
+    model_types=frozenset(("paddleocr_vl",)),
+    processors=_named("PaddleOCRVL"),
+    placeholder=one_run,
+    defaults={
+        "size": {"shortest_edge": 384 * 384, "longest_edge": 1536 * 1536},
+        "patch_size": 14,
+        "merge_size": 2,
+        "temporal_patch_size": 1,
+        "resample": 3,
+    },
 )
 PIXTRAL = VisionFamily(
     name="pixtral",
@@ -220,6 +276,22 @@ INTERNVL = VisionFamily(
         "temporal_patch_size": 1,
     },
 )
+INTERNVL_CHAT = VisionFamily(
+    name="internvl_chat",
+    model_types=frozenset(("internvl_chat",)),
+    processors=frozenset(("CLIPFeatureExtractor", "CLIPImageProcessor", "InternVLImageProcessor")),
+    placeholder=_in_internvl,
+    image_token="<IMG_CONTEXT>",
+    in_text=lambda strings: f"{strings.image}\n",
+    config_values={"dynamic_image_size": True, "pad2square": False, "select_layer": -1},
+    required_values={"use_thumbnail": True, "ps_version": "v2"},
+    defaults={
+        "image_mean": (0.485, 0.456, 0.406),
+        "image_std": (0.229, 0.224, 0.225),
+        "resample": 3,
+        "temporal_patch_size": 1,
+    },
+)
 LLAVA = VisionFamily(
     name="llava",
     model_types=frozenset(("llava",)),
@@ -230,14 +302,69 @@ LLAVA = VisionFamily(
     config_values={"vision_feature_select_strategy": "default"},
     defaults={"crop_size": {"height": 224, "width": 224}, "resample": 3, "temporal_patch_size": 1},
 )
+LLAVA_SIGLIP = VisionFamily(
+    name="llava_siglip",
+    model_types=frozenset(("llava",)),
+    processors=_named("Siglip"),
+    placeholder=one_run,
+    towers=frozenset(("siglip_vision_model",)),
+    required_values={"vision_feature_select_strategy": "full"},  # the tower has no class token
+    defaults={**HALF, "size": {"height": 224, "width": 224}, "resample": 3, "temporal_patch_size": 1},
+)
+LLAVA_NEXT = VisionFamily(
+    name="llava_next",
+    model_types=frozenset(("llava_next",)),
+    processors=_named("LlavaNext"),
+    placeholder=one_run,
+    towers=frozenset(("clip_vision_model",)),
+    config_values={"use_image_newline_parameter": True, "vision_feature_select_strategy": "default"},
+    defaults={
+        "size": {"shortest_edge": 224},
+        "crop_size": {"height": 224, "width": 224},
+        "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+        "resample": 3,
+        "temporal_patch_size": 1,
+    },
+)
+LLAVA_ONEVISION = VisionFamily(
+    name="llava_onevision",
+    model_types=frozenset(("llava_onevision",)),
+    processors=_named("LlavaOnevision"),
+    placeholder=one_run,
+    towers=frozenset(("siglip_vision_model",)),
+    unsupported_settings=("do_center_crop",),
+    config_values={"use_image_newline_parameter": True, "vision_feature_select_strategy": "full"},
+    defaults={
+        "size": {"height": 384, "width": 384},
+        "image_grid_pinpoints": [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)],
+        "resample": 3,
+        "temporal_patch_size": 1,
+    },
+)
 
-FAMILIES = (QWEN_VL, GEMMA3, PIXTRAL, IDEFICS3, INTERNVL, LLAVA)
+FAMILIES = (
+    QWEN_VL,
+    GLM_V,
+    PADDLEOCR,
+    DOTS_OCR,
+    GEMMA3,
+    PIXTRAL,
+    IDEFICS3,
+    INTERNVL,
+    INTERNVL_CHAT,
+    LLAVA,
+    LLAVA_SIGLIP,
+    LLAVA_NEXT,
+    LLAVA_ONEVISION,
+)
 
 
 def vision_family(config: Mapping[str, Any]) -> VisionFamily | None:
     """Return the family of a model, None if its images are not supported."""
-    model_type = config.get("model_type")
-    return next((family for family in FAMILIES if model_type in family.model_types), None)
+    found = [family for family in FAMILIES if config.get("model_type") in family.model_types]
+    vision = config.get("vision_config")
+    tower = vision.get("model_type") if isinstance(vision, dict) else None
+    return next((family for family in found if tower in family.towers), found[0] if found else None)
 
 
 def image_token_id(config: Mapping[str, Any]) -> int | None:

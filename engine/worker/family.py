@@ -14,7 +14,7 @@ from engine.worker.layer_caches import SERVED, single_caches
 CLASSIFIER = "ForSequenceClassification"
 """How the names of architectures end whose output layer has classes instead of tokens."""
 
-VISION_MODULES = ("vision_tower", "vision_model")
+VISION_MODULES = ("vision_tower", "vision_model", "visual")
 """Names of a model's vision tower; the library sets it to None if the checkpoint has no weights for it."""
 
 

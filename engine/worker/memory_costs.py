@@ -25,7 +25,7 @@ from engine.worker.patches import attention_cpu
 from engine.worker.quantized_kv import KVFormat
 from engine.worker.snapshot import StateSnapshot
 from engine.worker.vision import VisionEncoder
-from engine.worker.vision_towers import Grid
+from engine.worker.vision_tower import Grid
 from engine.worker.window_layer import ring_slots
 
 MARGIN, CHUNK_MARGIN = 1.15, 1.7

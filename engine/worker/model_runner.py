@@ -402,8 +402,10 @@ class MLXRunner:
             return None
         family = vision_family(model.config)
         assert family is not None
-        normalization = PatchNormalization.of(family.settings(image_processor_config(model.path)))
-        tower = make_tower(model.module, model.config["model_type"])
+        settings = family.settings(image_processor_config(model.path))
+        normalization = PatchNormalization.of(settings)
+        has_crops = bool(settings.get("do_pan_and_scan"))
+        tower = make_tower(model.module, model.config["model_type"], has_crops)
         return VisionEncoder(tower, normalization, config.vision_cache_mb * 2**20)
 
 

@@ -1,19 +1,13 @@
 """The vision zoo's table: one tiny configuration per family whose images are supported, and the library's processor."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from mlx_vlm.models.qwen3_vl.processing_qwen3_vl import Qwen3VLVideoProcessor
 from PIL import Image
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
-from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -23,64 +17,34 @@ from tests.support.families.family import (
     DEFAULT_BASE,
     EXPERTS,
     GATED_DELTA,
-    GEMMA,
     MROPE,
     SCALED_QUERIES,
     WINDOWS,
     text,
 )
-
-PATCH = 8  # pixels per side
-IMAGE_SIZE = 32  # pixels per side of towers that take one size
-
-SPECIAL_TOKENS = (
-    *("<pad>", "<|im_start|>", "<|im_end|>", "<image>", "<start>", "<end>", "<break>", "<video>"),
-    *("<fake_token_around_image>", "<global-img>", *(f"<row_{r}_col_{c}>" for r in (1, 2, 3) for c in (1, 2, 3))),
+from tests.support.families.vision import VISION_FAMILIES
+from tests.support.sighted_family import (
+    IDS,
+    IMAGE_SIZE,
+    NORMALIZED,
+    PATCH,
+    TOWER,
+    Pixels,
+    SightedFamily,
+    prepared,
+    sighted,
 )
-IDS = {token: i for i, token in enumerate(SPECIAL_TOKENS)}
-"""The special tokens of all members' tokenizers, whatever their family calls them."""
-
-Pixels = dict[str, np.ndarray]
-"""Arguments of the library's `get_input_embeddings`."""
-
-
-@dataclass(frozen=True)
-class SightedFamily:
-    """One family.
-
-    Attributes:
-        config: config.json.
-        processor: preprocessor_config.json.
-        pixels: Prepares images with the library's own image processor of this configuration.
-        placed: Returns the text that stands for an image in a prompt of the library, with all image tokens.
-        template: What the chat template writes for an image.
-        seed: Of the random weights; chosen so that the two best tokens are never nearly equal, and that no answer has
-            an image token.
-        processor_config: processor_config.json.
-        video: video_preprocessor_config.json; None for a family without videos.
-    """
-
-    config: dict[str, Any]
-    processor: dict[str, Any]
-    pixels: Callable[[Sequence[Image.Image]], Pixels]
-    placed: Callable[[ImagePatches], str]
-    template: str = "<image>"
-    seed: int = 0
-    processor_config: dict[str, Any] = field(default_factory=dict)
-    video: dict[str, Any] | None = None
-
-
-def sighted(model_type: str, text_config: dict[str, Any], vision: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Return a config.json."""
-    return {
-        "model_type": model_type,
-        "text_config": text_config,
-        "vision_config": vision,
-        "image_token_id": IDS["<image>"],
-        "eos_token_id": IDS["<|im_end|>"],
-        **more,
-    }
-
+from tests.support.square_families import (
+    GEMMA3,
+    INTERNVL,
+    INTERNVL_CHAT,
+    LLAVA,
+    LLAVA_NEXT,
+    LLAVA_SIGLIP,
+    ONEVISION,
+    PANNED,
+    idefics3,
+)
 
 # Qwen: patches of images of any shape, three rope positions per token
 
@@ -148,6 +112,80 @@ def qwen(model_type: str, text_config: dict[str, Any], vision: dict[str, Any], s
     return SightedFamily(config, QWEN_PROCESSOR, qwen_pixels, qwen_placed, "<start><image><end>", seed, video=video)
 
 
+# GLM: patches of images of any shape, three rope positions per token
+
+GLM_PROCESSOR: dict[str, Any] = {
+    **QWEN_PROCESSOR,
+    "image_processor_type": "Glm4vImageProcessor",
+    "size": {"shortest_edge": 2 * 4 * 16**2, "longest_edge": 2 * 16 * 16**2},
+}
+GLM_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "out_hidden_size": 64,
+    "num_heads": 2,
+    "patch_size": PATCH,
+    "image_size": IMAGE_SIZE,
+}
+GLM_IDS = {**QWEN_IDS, "image_start_token_id": IDS["<start>"], "image_end_token_id": IDS["<end>"]}
+
+
+def glm(model_type: str, processor: str = "Glm4v", seed: int = 0) -> SightedFamily:
+    text_config = VISION_FAMILIES[model_type].config["text_config"]
+    config = sighted(model_type, text_config, {"model_type": model_type, **GLM_VISION}, **GLM_IDS)
+    settings = {**GLM_PROCESSOR, "image_processor_type": f"{processor}ImageProcessor"}
+    pixels = prepared(Glm4vImageProcessorPil, settings, "pixel_values", "image_grid_thw")
+    return SightedFamily(config, settings, pixels, qwen_placed, "<start><image><end>", seed)
+
+
+# PaddleOCR-VL: likewise, row by row
+
+PADDLEOCR_PROCESSOR: dict[str, Any] = {
+    "image_processor_type": "PaddleOCRVLImageProcessor",
+    "patch_size": PATCH,
+    "temporal_patch_size": 1,
+    "merge_size": 2,
+    "min_pixels": 4 * 16**2,
+    "max_pixels": 16 * 16**2,
+    **NORMALIZED,
+}
+
+
+def paddleocr(seed: int = 0) -> SightedFamily:
+    text_config = VISION_FAMILIES["paddleocr_vl"].config
+    config = {
+        **text_config,
+        **QWEN_IDS,
+        "image_token_id": IDS["<image>"],
+        "eos_token_id": IDS["<|im_end|>"],
+        "hidden_size": 1024,  # the tower's projector knows no other
+        "vision_config": {"model_type": "paddleocr_vl", **TOWER},
+    }
+    made = prepared(PaddleOCRVLImageProcessorPil, PADDLEOCR_PROCESSOR, "pixel_values", "image_grid_thw")
+
+    def pixels(images: Sequence[Image.Image]) -> Pixels:
+        arrays = made(images)
+        return {**arrays, "pixel_values": arrays["pixel_values"].reshape(1, -1, 3, PATCH, PATCH)}
+
+    return SightedFamily(config, PADDLEOCR_PROCESSOR, pixels, qwen_placed, "<start><image><end>", seed)
+
+
+DOTS_PROCESSOR = {**QWEN_PROCESSOR, "temporal_patch_size": 1}
+DOTS_OCR = SightedFamily(
+    sighted(
+        "dots_ocr",
+        text("dots_ocr"),
+        {"model_type": "dots_vit", **TOWER, "embed_dim": 32, "hidden_size": 64, "num_channels": 3},
+        video_token_id=IDS["<video>"],
+    ),
+    DOTS_PROCESSOR,
+    prepared(Qwen2VLImageProcessorPil, DOTS_PROCESSOR, "pixel_values", "image_grid_thw"),
+    qwen_placed,
+    "<start><image><end>",
+    seed=7,
+)
+
 DEEPSTACK = {"deepstack_visual_indexes": [0, 1]}
 
 QWEN2_VISION = {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2.0}
@@ -159,78 +197,6 @@ def flat(family: SightedFamily) -> SightedFamily:
     config = {**family.config.pop("text_config"), **family.config}
     return replace(family, config=config)
 
-
-# One square per image
-
-TOWER: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "head_dim": 16,
-    "image_size": IMAGE_SIZE,
-    "patch_size": PATCH,
-}
-NORMALIZED: dict[str, Any] = {"image_mean": [0.5, 0.4, 0.5], "image_std": [0.5, 0.5, 0.3]}
-SQUARE = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
-
-
-def prepared(processor: Any, settings: dict[str, Any], *keys: str) -> Callable[[Sequence[Image.Image]], Pixels]:
-    """Return the function `pixels` for one of transformers' image processors. keys: what the library's model takes."""
-    known = {key: value for key, value in settings.items() if key != "image_processor_type"}
-
-    def pixels(images: Sequence[Image.Image]) -> Pixels:
-        made = processor(**known)(images=[list(images)] if "Idefics3" in processor.__name__ else list(images))
-        return {key: np.array(made[key]) for key in keys}
-
-    return pixels
-
-
-def one_square(num_tokens: int, around: str = "{}") -> Callable[[ImagePatches], str]:
-    return lambda image: around.format("<image>" * num_tokens)
-
-
-GEMMA3_PROCESSOR = {"image_processor_type": "Gemma3ImageProcessorFast", "size": SQUARE, "resample": 2, **NORMALIZED}
-GEMMA3 = SightedFamily(
-    sighted(
-        "gemma3",
-        {**text("gemma3_text", GEMMA, rope_theta=1e6), "mm_tokens_per_image": 4},
-        {"model_type": "siglip_vision_model", **TOWER},
-        hidden_size=64,
-        boi_token_index=IDS["<start>"],
-        eoi_token_index=IDS["<end>"],
-        image_token_index=IDS["<image>"],
-        pad_token_id=IDS["<pad>"],
-    ),
-    GEMMA3_PROCESSOR,
-    prepared(Gemma3ImageProcessorPil, GEMMA3_PROCESSOR, "pixel_values"),
-    one_square(4, "\n\n<start>{}<end>\n\n"),
-    "<start>",
-    seed=7,
-)
-LLAVA_PROCESSOR = {
-    "image_processor_type": "CLIPImageProcessor",
-    "size": {"shortest_edge": IMAGE_SIZE},
-    "crop_size": SQUARE,
-    "do_center_crop": True,
-    "resample": 3,
-    **NORMALIZED,
-}
-LLAVA = SightedFamily(
-    sighted(
-        "llava",
-        text("llama"),
-        {"model_type": "clip_vision_model", **TOWER},
-        image_token_index=IDS["<image>"],
-        vision_feature_layer=-2,
-        vision_feature_select_strategy="default",
-    ),
-    LLAVA_PROCESSOR,
-    prepared(CLIPImageProcessorPil, LLAVA_PROCESSOR, "pixel_values"),
-    one_square(16),
-    "<image>",
-    seed=7,
-)
 
 # Images of any shape, in rows
 
@@ -265,74 +231,24 @@ def rows(model_type: str, text_config: dict[str, Any], merge_size: int, seed: in
     )
 
 
-# Tiles
-
-IDEFICS3_PROCESSOR: dict[str, Any] = {
-    "image_processor_type": "Idefics3ImageProcessorFast",
-    "size": {"longest_edge": 2 * IMAGE_SIZE},
-    "max_image_size": {"longest_edge": IMAGE_SIZE},
-    "resample": 1,
-    "do_image_splitting": True,
-    **NORMALIZED,
-}
-INTERNVL_PROCESSOR: dict[str, Any] = {
-    "image_processor_type": "GotOcr2ImageProcessorFast",
-    "size": SQUARE,
-    "crop_to_patches": True,
-    "min_patches": 1,
-    "max_patches": 4,
-    "resample": 3,
-    **NORMALIZED,
-}
-
-
-def idefics3_placed(image: ImagePatches) -> str:
-    processor: Any = SimpleNamespace(
-        fake_image_token="<fake_token_around_image>",
-        global_image_tag="<global-img>",
-        image_token="<image>",
-        image_seq_len=4,
-    )
-    rows, columns = image.tiles
-    return Idefics3Processor.replace_image_token(processor, {"rows": [[rows]], "cols": [[columns]]}, 0)
-
-
-def internvl_placed(image: ImagePatches) -> str:
-    processor: Any = SimpleNamespace(
-        start_image_token="<start>", end_image_token="<end>", image_token="<image>", image_seq_length=4
-    )
-    return InternVLProcessor.replace_image_token(processor, {"num_patches": [image.grid_thw[0]]}, 0)
-
-
-def idefics3(model_type: str, text_config: dict[str, Any], seed: int = 0) -> SightedFamily:
-    return SightedFamily(
-        sighted(model_type, text_config, {"model_type": "siglip_vision_model", **TOWER}, scale_factor=2),
-        IDEFICS3_PROCESSOR,
-        prepared(Idefics3ImageProcessorPil, IDEFICS3_PROCESSOR, "pixel_values", "pixel_attention_mask"),
-        idefics3_placed,
-        "<image>",
-        seed,
-    )
-
-
-INTERNVL = SightedFamily(
-    sighted("internvl", text("qwen3"), {"model_type": "internvl_vision", **TOWER}, downsample_ratio=0.5),
-    INTERNVL_PROCESSOR,
-    prepared(GotOcr2ImageProcessorPil, INTERNVL_PROCESSOR, "pixel_values"),
-    internvl_placed,
-    "<image>",
-    seed=2,
-    processor_config={"start_image_token": "<start>", "end_image_token": "<end>"},
-)
-
 SIGHTED: dict[str, SightedFamily] = {
     "gemma3": GEMMA3,
+    "gemma3 with pan-and-scan": PANNED,
     "pixtral": rows("pixtral", text("mistral"), 1, seed=1),
+    "llava_next": LLAVA_NEXT,
+    "llava_onevision": ONEVISION,
     "mistral3": rows("mistral3", text("ministral3", WINDOWS, rope_parameters=SCALED_QUERIES), 2, seed=3),
     "idefics3": idefics3("idefics3", text("llama"), seed=8),
     "smolvlm": idefics3("smolvlm", text("llama"), seed=8),
     "internvl": INTERNVL,
+    "internvl_chat": INTERNVL_CHAT,
     "llava": LLAVA,
+    "llava with siglip_vision_model": LLAVA_SIGLIP,
+    "glm4v": glm("glm4v", seed=3),
+    "glm4v_moe": glm("glm4v_moe", seed=3),
+    "glm_ocr": glm("glm_ocr", "Glm46V", seed=17),
+    "dots_ocr": DOTS_OCR,
+    "paddleocr_vl": paddleocr(seed=2),
     "qwen2_vl": flat(qwen("qwen2_vl", text("qwen2_vl", MROPE), QWEN2_VISION, seed=1)),
     "qwen2_5_vl": flat(qwen("qwen2_5_vl", text("qwen2_5_vl", MROPE), WINDOW_VISION, seed=4)),
     "qwen3_vl": qwen("qwen3_vl", text("qwen3_vl_text", MROPE), DEEPSTACK, seed=7),
@@ -342,11 +258,30 @@ SIGHTED: dict[str, SightedFamily] = {
 
 IN_WORDS: dict[str, tuple[str, str, str]] = {
     "qwen_vl": ("patches of any shape", "three", "one run"),
-    "gemma3": ("one square", "one", "one run of as many tokens for every image, between two empty lines"),
+    "glm_v": ("patches of any shape", "three", "one run"),
+    "dots_ocr": ("patches of any shape", "one", "one run"),
+    "paddleocr": ("patches of any shape", "three", "one run"),
+    "gemma3": (
+        "one square; with pan-and-scan also its crops",
+        "one",
+        "one run of as many tokens for every square, between two empty lines",
+    ),
     "pixtral": ("patches of any shape", "one", "one run per row"),
     "idefics3": ("tiles and a thumbnail", "one", "one run per tile, each behind its row and column"),
     "internvl": ("tiles and a thumbnail", "one", "one run"),
+    "internvl_chat": ("tiles and a thumbnail", "one", "one run, at the place of the image in the text"),
     "llava": ("one square, cut out of the middle", "one", "one run of as many tokens for every image"),
+    "llava_next": (
+        "tiles of the padded image behind a square of the whole",
+        "one",
+        "one run, with a token at the end of each row of the tiles",
+    ),
+    "llava_onevision": (
+        "tiles of the padded image behind a square of the whole",
+        "one",
+        "one run, with a token at the end of each row of the tiles",
+    ),
+    "llava_siglip": ("one square", "one", "one run of as many tokens for every image"),
 }
 """By the name of the family: what its tower takes, rope positions per token, image tokens in the prompt."""
 
@@ -356,5 +291,6 @@ def images_table() -> str:
     lines = ["| models | image | rope positions | in the prompt |", "|---|---|---|---|"]
     for family in FAMILIES:
         models = ", ".join(f"`{model_type}`" for model_type in sorted(family.model_types))
+        models += "".join(f" with `{tower}`" for tower in sorted(family.towers))
         lines.append(f"| {models} | {' | '.join(IN_WORDS[family.name])} |")
     return "\n".join(lines)

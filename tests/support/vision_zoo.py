@@ -15,7 +15,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.support.families.family import VOCAB_SIZE
-from tests.support.vision_families import SPECIAL_TOKENS, Pixels, SightedFamily
+from tests.support.sighted_family import SPECIAL_TOKENS, Pixels, SightedFamily
 from tests.support.zoo import Greedy, drawn, empty_cache, greedy, new_module
 
 TEMPLATE = """\
@@ -33,6 +33,15 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n' }}
 {%- endif %}"""
+
+TEXT_TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+"""A template that takes no parts."""
 
 
 def make(out: Path, family: SightedFamily) -> Path:
@@ -55,12 +64,15 @@ def write_files(out: Path, family: SightedFamily) -> Path:
         (out / "video_preprocessor_config.json").write_text(json.dumps(family.video))
     (out / "processor_config.json").write_text(json.dumps(family.processor_config))
     (out / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    (out / "chat_template.jinja").write_text(TEMPLATE.replace("IMAGE", family.template))
-    _tokenizer().save(str(out / "tokenizer.json"))
+    template = TEXT_TEMPLATE if family.template is None else TEMPLATE.replace("IMAGE", family.template)
+    (out / "chat_template.jinja").write_text(template)
+    _tokenizer(family.names).save(str(out / "tokenizer.json"))
     return out
 
 
-def reference(module: Any, token_ids: Sequence[int], pixels: Pixels, num_tokens: int) -> Greedy:
+def reference(
+    module: Any, token_ids: Sequence[int], pixels: Pixels, num_tokens: int, family: SightedFamily | None = None
+) -> Greedy:
     """Return the answer to a prompt, each token from one forward over all tokens before it, as mlx_vlm.generate does.
 
     Args:
@@ -68,10 +80,13 @@ def reference(module: Any, token_ids: Sequence[int], pixels: Pixels, num_tokens:
         token_ids: The prompt, with all image tokens.
         pixels: Its images, prepared by the library's processor; {} for a text.
         num_tokens: Tokens of the answer.
+        family: Needed where it has `features`.
     """
     lm, logits = module.language_model, []
     tokens: list[int] = []
     arrays = {name: mx.array(value) for name, value in pixels.items()}
+    if pixels and family is not None and family.features is not None:
+        arrays["cached_image_features"] = family.features(module, arrays)
     while len(tokens) < num_tokens:
         ids = mx.array([[*token_ids, *tokens]], mx.int32)
         cache = empty_cache(lm)
@@ -88,14 +103,14 @@ def image(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(small).resize((width, height), Image.Resampling.BILINEAR)
 
 
-def _tokenizer() -> Tokenizer:
-    """Bytes, and the special tokens."""
+def _tokenizer(names: dict[str, str]) -> Tokenizer:
+    """Bytes, and the special tokens. names: see SightedFamily."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=[names.get(token, token) for token in SPECIAL_TOKENS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

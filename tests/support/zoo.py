@@ -152,6 +152,8 @@ def new_module(config: dict[str, Any]) -> Any:
     config = copy.deepcopy(config)
     mlx_lm_families.register(config["model_type"])
     arch: Any = get_model_and_args(config)[0]
+    if "llm_config" in config:
+        config["text_config"] = config.pop("llm_config")
     for part in ("text_config", "vision_config", "audio_config"):
         config.setdefault(part, {})
     model_config = arch.ModelConfig.from_dict(config)

@@ -70,7 +70,10 @@ def test_video_becomes_frames_behind_their_times():
     assert len(times) > 1
 
 
-@pytest.mark.parametrize("name", ["gemma3", "idefics3", "internvl", "mistral3"])
+OTHERS = ["gemma3 with pan-and-scan", "glm4v", "idefics3", "internvl", "internvl_chat", "llava_next", "mistral3"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
 def test_image_of_another_family_is_planned_with_its_own_placeholder(name: str, tmp_path: Path):
     model_dir = write_files(tmp_path, SIGHTED[name])
     planned = plan(user(picture(data_url((64, 40))), TEXT), model=str(model_dir))

@@ -23,7 +23,8 @@ from engine.processing.video_grid import CutVideo, VideoGrid
 from engine.protocol import EngineRequest, ImagePatches, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.driver import Driver
-from tests.support.vision_families import IDS, SIGHTED, video_pixels
+from tests.support.sighted_family import IDS
+from tests.support.vision_families import SIGHTED, video_pixels
 from tests.support.vision_zoo import image, make, reference
 from tests.support.zoo import Greedy
 
@@ -104,13 +105,14 @@ def sighted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         patches = tuple(preprocessor.patches(one) for one in pictures)
         requests[name] = request_of(name, messages_of(content), patches, tokenizer)
         pixels = family.pixels(pictures) if pictures else {}
-        answers[name] = reference(module, requests[name].token_ids.tolist(), pixels, NUM_TOKENS)
+        answers[name] = reference(module, requests[name].token_ids.tolist(), pixels, NUM_TOKENS, family)
     # the next turn of the conversation "one"
     said = tokenizer.decode(answers["one"].tokens)
     messages = [*messages_of(CONTENTS["one"]), {"role": "assistant", "content": said}]
     messages += [{"role": "user", "content": "Are you sure?"}]
     requests["next"] = request_of("next", messages, requests["one"].images, tokenizer)
-    answers["next"] = reference(module, requests["next"].token_ids.tolist(), family.pixels([WIDE]), NUM_TOKENS)
+    ids = requests["next"].token_ids.tolist()
+    answers["next"] = reference(module, ids, family.pixels([WIDE]), NUM_TOKENS, family)
     runner = load_runner(EngineConfig(model=str(path)), lambda progress: None)
     return Sighted(runner, requests, answers, module, tokenizer, preprocessor.video_grid)
 
@@ -122,6 +124,19 @@ def test_request_alone_gets_the_tokens_of_the_library_in_chunks_of_any_size(sigh
         driver = Driver(sighted.runner, EngineConfig.model_validate({"prefill_chunk_tokens": chunk, **NO_CACHE}))
         driver.run({0: [sighted.requests[name]]})
         sighted.check(driver, name)
+
+
+def test_chunk_that_ends_inside_an_image_gives_the_tokens_of_the_library(sighted, monkeypatch):
+    """Attention among the tokens of an image is causal: a chunk needs none of the image's tokens after it."""
+    runner, request, ends = sighted.runner, sighted.requests["two"], []
+    is_image = request.token_ids == runner.image_token_id
+    chunk, prefill = int(np.flatnonzero(is_image)[-1]), runner.prefill
+    monkeypatch.setattr(runner, "prefill", lambda rows, most: (ends.append(most), prefill(rows, most))[1])
+    config = EngineConfig.model_validate({"prefill_chunk_tokens": chunk, **NO_CACHE})
+    driver = Driver(runner, config)
+    driver.run({0: [request]})
+    assert ends[0] == chunk and is_image[chunk - 1] and is_image[chunk]
+    sighted.check(driver, "two")
 
 
 def test_requests_with_images_get_the_same_tokens_in_a_batch_with_texts(sighted):
@@ -170,6 +185,17 @@ def test_images_change_answers_that_are_never_nearly_another(sighted):
     one, other = (sighted.answers[name] for name in ("one", "like one"))
     assert np.abs(one.logprobs[0] - other.logprobs[0]) > 2 * LOGPROB_TOLERANCE
     assert min(answer.margin for answer in sighted.answers.values()) > MIN_MARGIN
+
+
+def test_features_of_pieces_are_bit_for_bit_those_of_one_piece(sighted):
+    vision = sighted.runner._vision
+    for one in sighted.requests["two"].images:
+        vision.clear()
+        encoding = vision.begin(one)
+        while encoding.features is None:
+            vision.advance(encoding, 1)
+        vision.clear()
+        assert np.array_equal(np.array(encoding.features), np.array(vision.encode(one)))
 
 
 def test_memory_of_an_image_is_reserved(sighted):

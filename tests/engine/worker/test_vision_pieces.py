@@ -19,7 +19,8 @@ from engine.protocol import ImagePatches
 from engine.worker import loader
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.vision import VisionEncoder
-from engine.worker.vision_towers import filled_frames, make_tower
+from engine.worker.vision_tower import filled_frames
+from engine.worker.vision_towers import make_tower
 from tests.support.driver import Driver
 
 
