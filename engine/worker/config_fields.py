@@ -88,6 +88,7 @@ ARITHMETIC = tuple(sorted(NEUTRAL))
 UNREAD = frozenset(
     {
         ("cohere_compass_text", "hidden_act"),
+        ("deepseek_v4", "hidden_act"),
         ("flint", "norm_topk_prob"),
         ("gemma4_text", "hidden_activation"),
         ("gemma4_unified_text", "hidden_activation"),

@@ -1,6 +1,7 @@
 """The patches of families that the library cannot build, or computes wrongly even for one prompt without a cache."""
 
 from engine.worker.patches import (
+    deepseek_v4_pools,
     embedding_scale,
     gelu,
     glm_cast,
@@ -15,6 +16,7 @@ from engine.worker.patches import (
 
 def correct() -> None:
     """Install them, before a model is built: some change how. May be called several times."""
+    deepseek_v4_pools.install()
     embedding_scale.install()
     gelu.install()
     glm_cast.install()
