@@ -93,6 +93,7 @@ UNREAD = frozenset(
         ("gemma4_text", "hidden_activation"),
         ("gemma4_unified_text", "hidden_activation"),
         ("glm4v_text", "hidden_act"),
+        ("glm5_next_text", "hidden_act"),
         ("glm_ocr_text", "hidden_act"),
         ("hrm_text", "hidden_act"),
         ("hunyuan_vl", "hidden_act"),

@@ -1,7 +1,9 @@
-"""Attention layers that pool the context: every `ratio` tokens become one entry, which later tokens see (DeepSeek V4).
+"""Attention layers that pool the context: every `ratio` tokens become one entry, which later tokens see.
 
-A pool has two caches. `PoolInputs` is a window over the last tokens' values and gates, of which the next entries are
-made; where windows overlap, an entry reads the window before it as well. `PooledCache` has a slot per entry.
+They are keys and values, or keys of an index by which a query chooses among entries (DeepSeek V4) or tokens
+(GLM-5-Next). A pool has two caches. `PoolInputs` is a window over the last tokens' values and gates, of which the next
+entries are made; where windows overlap, an entry reads the window before it as well. `PooledCache` has one slot per
+entry.
 
 In a decode group every forward computes the entry of each window that its tokens may complete. The entry of a window
 that is not complete is seen by no token and computed again, so rejected drafts leave nothing to be undone.

@@ -4,6 +4,7 @@ from engine.worker.patches import (
     deepseek_v4_pools,
     embedding_scale,
     gelu,
+    glm5_next_rows,
     glm_cast,
     glm_rope,
     hy_v4_index,
@@ -19,6 +20,7 @@ def correct() -> None:
     deepseek_v4_pools.install()
     embedding_scale.install()
     gelu.install()
+    glm5_next_rows.install()
     glm_cast.install()
     glm_rope.install()
     hy_v4_index.install()

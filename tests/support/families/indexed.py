@@ -1,8 +1,10 @@
 """Families whose layers see a chunk of the context, or choose by an index which tokens they see."""
 
 from tests.support.families.family import (
+    ARRAYS,
     EXPERTS,
     GATED_DELTA,
+    KIMI_LINEAR,
     KV,
     LATENT,
     QWEN_VISION,
@@ -102,6 +104,31 @@ INDEXED_FAMILIES: dict[str, Family] = {
         ),
         "RotatingKVCache CacheList*3",
         seed=4,
+    ),
+    "glm5_next": Family(
+        vlm(
+            "glm5_next",
+            text(
+                "glm5_next_text",
+                EXPERTS,
+                LATENT,
+                num_hidden_layers=4,
+                qk_rope_head_dim=0,
+                layer_types=["linear_attention", "indexed_attention"] * 2,
+                indexer_types=["full", "full", "full", "shared"],
+                index_n_heads=8,
+                index_head_dim=16,
+                index_topk=WINDOW,
+                index_kpool=4,
+                linear_attn_config=KIMI_LINEAR | {"gate_lower_bound": -5.0},
+                hc_mult=2,
+                hc_sinkhorn_iters=3,
+                swiglu_limit=1.0,
+            ),
+            QWEN_VISION,
+        ),
+        f"{ARRAYS} CacheList {ARRAYS} CacheList",
+        seed=1,
     ),
     "hy_v4": Family(
         text(
