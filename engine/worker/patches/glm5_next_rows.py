@@ -15,6 +15,7 @@ from mlx_vlm.models.glm5_next import language
 from mlx_vlm.models.glm5_next.language import Glm5NextAttention, Glm5NextIndexer, LanguageModel
 from mlx_vlm.models.linear import linear
 
+from engine.worker.patches.deepseek_v4_pools import GATHERED_QUERIES, SCORED_PAIRS, slices
 from engine.worker.patches.row_positions import positions_of
 
 LIBRARY: dict[str, Any] = {
@@ -23,11 +24,6 @@ LIBRARY: dict[str, Any] = {
     "attend": Glm5NextAttention.__call__,
 }
 """The library's methods."""
-
-SCORED_QUERIES = 512
-"""Queries whose scores with all entries of the index are computed at once."""
-GATHERED_QUERIES = 16
-"""Queries whose latents are gathered at once."""
 
 
 def _make_cache(self: Any) -> list[Any]:
@@ -60,7 +56,7 @@ def _index(self: Any, x: mx.array, q_resid: mx.array, cache: Any, starts: int | 
         chosen = mx.concatenate(
             [
                 _best(queries[:, at], pool_keys, weights[:, at], num_complete[:, at], num_chosen, self.softmax_scale)
-                for at in _slices(length, SCORED_QUERIES)
+                for at in slices(length, SCORED_PAIRS // num_pools)
             ],
             axis=1,
         )
@@ -104,7 +100,7 @@ def _attend(
         raise ValueError("a layer that shares its index has no layer with an index before it")
     outputs = [
         _gathered(queries[:, :, at], latents[:, 0], seen[:, at], self.scale, cache[0])
-        for at in _slices(length, GATHERED_QUERIES)
+        for at in slices(length, GATHERED_QUERIES)
     ]
     output = self.unembed_out(mx.concatenate(outputs, axis=2)).transpose(0, 2, 1, 3)
     output: Any = linear(self.o_proj, output.reshape(batch, length, -1))
@@ -126,10 +122,6 @@ def _gathered(queries: mx.array, latents: mx.array, seen: mx.array, scale: float
         mask=(seen >= 0).reshape(batch * length, 1, 1, -1),
     )
     return output.reshape(batch, length, heads, dim).transpose(0, 2, 1, 3)
-
-
-def _slices(length: int, size: int) -> list[slice]:
-    return [slice(start, start + size) for start in range(0, length, size)]
 
 
 def install() -> None:

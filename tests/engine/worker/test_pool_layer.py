@@ -17,6 +17,7 @@ from engine.worker.burst import BurstPrefill
 from engine.worker.kv_cache import BatchCache, SequenceCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.memory_costs import _exact
+from engine.worker.patches import deepseek_v4_pools, glm5_next_rows
 from engine.worker.pool_layer import BatchPoolLayer, PooledCache
 from engine.worker.prefill import Prompt
 from engine.worker.snapshot import StateSnapshot, export, import_arrays, restore, take
@@ -72,6 +73,17 @@ def test_a_prompt_in_pieces_gets_the_logits_of_one_forward(lm, token_ids, expect
         found = np.concatenate([np.array(lm(mx.array([one], mx.int32), cache=cache).logits[0]) for one in pieces])
     else:
         found = extend(model, model.make_cache(), ids, chunk)
+    np.testing.assert_allclose(found, expected[0], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("num_pairs", [1, 1000])
+def test_the_logits_do_not_depend_on_how_many_queries_are_computed_at_once(
+    lm, token_ids, expected, num_pairs, monkeypatch
+):
+    for patch in (deepseek_v4_pools, glm5_next_rows):
+        monkeypatch.setattr(patch, "SCORED_PAIRS", num_pairs)
+    model = LanguageModel(lm)
+    found = extend(model, model.make_cache(), token_ids[0], 150)
     np.testing.assert_allclose(found, expected[0], atol=TOLERANCE)
 
 
