@@ -12,11 +12,15 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
+from engine.config import EngineConfig
+from engine.core.request import Request
+from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import patches
 from engine.worker.burst import BurstPrefill
 from engine.worker.kv_cache import BatchCache, SequenceCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.memory_costs import _exact
+from engine.worker.model_runner import load_runner
 from engine.worker.patches import deepseek_v4_pools, glm5_next_rows
 from engine.worker.pool_layer import BatchPoolLayer, PooledCache
 from engine.worker.prefill import Prompt
@@ -185,6 +189,37 @@ def test_a_row_goes_on_from_snapshots_that_another_node_sent(lm, token_ids, expe
         restore(received, row, len(ids))
         found = extend(model, row, ids[sent.num_tokens :], 6)
         np.testing.assert_allclose(found, expected[0][sent.num_tokens :], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("how", ["drop", "fill"])
+def test_a_decoding_row_returns_the_entries_that_it_took_over_bit_for_bit(tmp_path, how):
+    path = make(tmp_path / "model", FAMILIES["deepseek_v4"])
+    limits = {"max_context_tokens": 320, "max_running": 2}
+    runner = load_runner(EngineConfig.model_validate({"model": str(path), **limits}), lambda progress: None)
+
+    def row(name: str) -> Request:
+        return Request(EngineRequest(name, np.array(prompt(260), np.int32), SamplingParams(40, temperature=0.0), ()))
+
+    cold, taken = row("cold"), list[StateSnapshot]()
+    for num_tokens in (9, 150, 257):
+        runner.prefill([cold], num_tokens - (taken[-1].num_tokens if taken else 0))
+        snapshot = runner.snapshot([cold], taken[-1].segment if taken else None)
+        assert snapshot is not None
+        taken.append(snapshot)
+    runner.drop([cold.id])
+    segments = [snapshot.segment for snapshot in taken]
+    before = [np.array(array) for segment in segments for pair in segment.keys_values for array in pair]
+    runner.restore([new := row("new")], taken[-1], segments)
+    assert all(segment.is_lent for segment in segments)
+    runner.prefill([new], 8)
+    for _ in range(6):
+        runner.decode()
+    if how == "fill":
+        runner.fill(new.id, segments)
+    else:
+        runner.drop([new.id], {new.id: segments})
+    after = [np.array(array) for segment in segments for pair in segment.keys_values for array in pair]
+    assert all(np.array_equal(*pair) for pair in zip(before, after, strict=True))
 
 
 def test_the_bytes_of_a_group_are_those_of_the_costs(lm, token_ids):
