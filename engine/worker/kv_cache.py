@@ -207,8 +207,10 @@ class BatchCache:
 
     @property
     def num_slots(self) -> int:
-        """Most slots of an attention layer; 0 without one."""
-        return max((layer.keys.shape[2] for layer in self.layers if hasattr(layer, "keys")), default=0)
+        """Tokens of a row for which an attention layer has slots, at most; 0 without one."""
+        attention = [layer for layer in self.layers if hasattr(layer, "keys")]
+        ratios = [layer.ratio if isinstance(layer, BatchPoolLayer) else 1 for layer in attention]
+        return max((layer.keys.shape[2] * ratio for layer, ratio in zip(attention, ratios, strict=True)), default=0)
 
     def at(self, start: mx.array, extent: int, uniform_start: int | None = None, record: bool = False) -> list[Any]:
         """Return the layers, prepared for a forward that writes at `start`; see Cursor.

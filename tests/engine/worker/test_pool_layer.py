@@ -132,6 +132,27 @@ def test_rows_that_leave_a_group_and_join_another_go_on_with_the_same_logits(lm,
         np.testing.assert_allclose(extend(model, row, rest, 5), expected[i][-len(rest) :], atol=TOLERANCE)
 
 
+def contents(row: SequenceCache) -> list[np.ndarray]:
+    return [np.array(array) for layer in row for array in layer.state]
+
+
+def test_a_join_that_fails_leaves_the_rows_as_they_were(lm, token_ids, monkeypatch):
+    model = LanguageModel(lm)
+    rows = rows_of(model, token_ids)
+    start = 270  # more tokens than the slots of one step
+    extend(model, rows[0], token_ids[0][LENGTHS[0] : start])
+    group = BatchCache.of(rows[0], as_offset=True)
+    before = contents(group.row(0, start))
+
+    def fail(rows: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(group.layers[-1], "append", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        group.join(rows[1:])
+    assert all(np.array_equal(*pair) for pair in zip(before, contents(group.row(0, start)), strict=True))
+
+
 def test_prompts_that_share_forwards_get_the_logits_of_one_forward(lm, token_ids, expected):
     """In pieces that end before, at and behind the ends of windows."""
     model = LanguageModel(lm)
