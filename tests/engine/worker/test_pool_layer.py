@@ -33,6 +33,8 @@ LENGTHS = [250, 121, 3]
 """Tokens of the rows before those that a group decodes: each completes an entry of 128 tokens, or none."""
 NUM_DECODED = 24
 
+at_night = [pytest.param(size, marks=pytest.mark.night("the gate has three other sizes")) for size in (1, 3, 128)]
+
 
 @pytest.fixture(scope="module", params=["deepseek_v4", "glm5_next"])
 def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -67,7 +69,7 @@ def rows_of(model: LanguageModel, token_ids: list[list[int]]) -> list[SequenceCa
     return rows
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7, 33, 128, 200])
+@pytest.mark.parametrize("chunk", [*at_night, 7, 33, 200])
 @pytest.mark.parametrize("is_library", [True, False], ids=["library", "row"])
 def test_a_prompt_in_pieces_gets_the_logits_of_one_forward(lm, token_ids, expected, chunk, is_library):
     model, ids = LanguageModel(lm), token_ids[0]
@@ -194,7 +196,7 @@ def test_a_row_goes_on_from_a_snapshot_at_any_boundary(lm, token_ids, expected, 
         row = model.make_cache()
         restore(snapshot, row, len(ids))
         rest = ids[snapshot.num_tokens :]
-        found = extend(model, row, rest, 6)
+        found = extend(model, row, rest, 23)
         np.testing.assert_allclose(found, expected[0][snapshot.num_tokens :], atol=TOLERANCE)
 
 
@@ -208,7 +210,7 @@ def test_a_row_goes_on_from_snapshots_that_another_node_sent(lm, token_ids, expe
         assert received is not None
         row, parent = model.make_cache(), received.segment
         restore(received, row, len(ids))
-        found = extend(model, row, ids[sent.num_tokens :], 6)
+        found = extend(model, row, ids[sent.num_tokens :], 23)
         np.testing.assert_allclose(found, expected[0][sent.num_tokens :], atol=TOLERANCE)
 
 
