@@ -119,6 +119,7 @@ def library_config(config: EngineConfig, model_config: dict[str, Any]) -> dict[s
     section = text_section(changed)
     parameters = section.get("rope_parameters")
     _set_gemma3_base(section)
+    _set_deepseek_v4_ropes(section)
     for name, default in LIBRARY_DEFAULTS.get(str(section.get("model_type")), {}).items():
         section.setdefault(name, default)
     if isinstance(parameters, dict) and not _is_nested(parameters) and "mrope_section" not in parameters:
@@ -157,6 +158,18 @@ def _set_gemma3_base(section: dict[str, Any]) -> None:
     for name, base in bases.items():
         if base is not None:
             section.setdefault(name, base)
+
+
+def _set_deepseek_v4_ropes(section: dict[str, Any]) -> None:
+    """Name bases and scaling as mlx-vlm reads them for DeepSeek V4, of which transformers 5 writes one per rope."""
+    parameters = section.get("rope_parameters")
+    if section.get("model_type") != "deepseek_v4" or not isinstance(parameters, dict) or not _is_nested(parameters):
+        return
+    compress = parameters.get("compress", {})
+    bases = {"rope_theta": parameters.get("main", {}), "compress_rope_theta": compress}
+    section |= {name: part["rope_theta"] for name, part in bases.items() if "rope_theta" in part}
+    if _rope_type(compress) not in UNSCALED:
+        section["rope_scaling"] = dict(compress)
 
 
 def declared_scalings(model_config: dict[str, Any]) -> list[dict[str, Any]]:

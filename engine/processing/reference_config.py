@@ -76,7 +76,13 @@ WINDOWED_THROUGHOUT = ("minimax",)
 """Families with `layer_types` for which transformers applies `sliding_window` to all layers that keep keys."""
 
 Reach = int | str | None
-"""Tokens that a layer attends to: its window, None for all, RECURRENT for a layer without keys."""
+"""Tokens that a layer attends to: its window, None for all, RECURRENT for a layer without keys; see also
+`pooled_reach`."""
+
+
+def pooled_reach(window: int, ratio: int) -> str:
+    """Return the reach of a layer that attends to a window, and to the tokens before it as pooled entries."""
+    return f"{window} tokens and entries of {ratio} tokens each"
 
 
 def declared_reaches(config: dict[str, Any]) -> list[Reach] | None:
@@ -90,9 +96,14 @@ def declared_reaches(config: dict[str, Any]) -> list[Reach] | None:
     kinds, window = getattr(reference, "layer_types", None), getattr(reference, "sliding_window", None)
     if kinds is None:
         kinds = ["sliding_attention" if window else "full_attention"] * int(reference.num_hidden_layers)
-    sizes = {"sliding_attention": window or None, "chunked_attention": getattr(reference, "attention_chunk_size", None)}
+    sizes: dict[str, Reach] = {
+        "sliding_attention": window or None,
+        "chunked_attention": getattr(reference, "attention_chunk_size", None),
+    }
     if reference.model_type in WINDOWED_THROUGHOUT:
         sizes["full_attention"] = window or None
+    for kind, ratio in (getattr(reference, "compress_rates", None) or {}).items():
+        sizes[kind] = pooled_reach(int(reference.sliding_window), ratio)
     return [KINDS.get(kind, sizes.get(kind)) for kind in kinds]
 
 

@@ -18,6 +18,7 @@ from engine.worker.chunk_layer import ChunkedCache, same_chunk
 from engine.worker.kv_cache import Cursor, SequenceCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import DraftHead
+from engine.worker.pool_layer import PooledCache, PoolInputs, Windows, at_slots, window_positions
 from engine.worker.prefill import Prompt
 from engine.worker.quantized_kv import format_of
 from engine.worker.recurrent_layer import stacked
@@ -136,6 +137,35 @@ class BurstAttention:
                 parts.append(mx.zeros((1, new.shape[1], missing, new.shape[3]), new.dtype))
             rows.append(mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0])
         return mx.concatenate(rows)
+
+
+class BurstPoolInputs(BurstAttention):
+    """The values and gates of all prompts from which a pool makes its next entries."""
+
+    def update_windows(self, kv: mx.array, gate: mx.array, ratio: int, num_before: int) -> Windows:
+        """Append values and gates [B, L, dim]; return all windows that may be complete."""
+        fetched = self.update_and_fetch(kv[:, None], gate[:, None])
+        first, positions = window_positions(self.starts, kv.shape[1], ratio, num_before)
+        slots = positions - (self.starts - mx.array(self._num_before, mx.int32))[:, None]
+        pairs = zip(self._starts, self._lengths, strict=True)
+        kv, gate = at_slots(fetched, slots)
+        return kv, gate, first, [(start + new) // ratio - start // ratio for start, new in pairs]
+
+
+class BurstPool:
+    """The entries of all prompts' pools: each appends its own, and attention sees them padded."""
+
+    def __init__(self, caches: Sequence[PooledCache]):
+        self._caches = caches
+
+    def write(self, entries: mx.array, num_complete: Sequence[int]) -> mx.array:
+        """Append each prompt's first entries of [B, n, dim]; return all, [B, slots, dim]."""
+        rows = [
+            cache.write(mx.contiguous(entries[i : i + 1]), count)
+            for i, (cache, count) in enumerate(zip(self._caches, num_complete, strict=True))
+        ]
+        longest = max(row.shape[1] for row in rows)
+        return mx.concatenate([mx.pad(row, [(0, 0), (0, longest - row.shape[1]), (0, 0)]) for row in rows])
 
 
 class BurstStates(_Library):
@@ -308,12 +338,16 @@ def _nearly_equal(one: mx.array, other: mx.array, share: float) -> bool:
 def _layers(caches: Sequence[SequenceCache], lengths: Sequence[int], as_offset: bool) -> list[Any]:
     """Combine the prompts' caches, layer by layer. as_offset: see kv_cache.Cursor."""
     own = mx.array(list(lengths), mx.int32) if min(lengths) < max(lengths) else None
-    return [
-        BurstStates(layers, lengths, own)
-        if isinstance(layers[0], ArraysCache)
-        else BurstAttention(layers, lengths, as_offset)
-        for layers in zip(*caches, strict=True)
-    ]
+
+    def combined(layers: Sequence[Any]) -> Any:
+        if isinstance(layers[0], ArraysCache):
+            return BurstStates(layers, lengths, own)
+        if isinstance(layers[0], PooledCache):
+            return BurstPool(layers)
+        kind = BurstPoolInputs if isinstance(layers[0], PoolInputs) else BurstAttention
+        return kind(layers, lengths, as_offset)
+
+    return [combined(layers) for layers in zip(*caches, strict=True)]
 
 
 def _padded(rows: Sequence[np.ndarray], padding: int = 0) -> np.ndarray:

@@ -88,10 +88,12 @@ ARITHMETIC = tuple(sorted(NEUTRAL))
 UNREAD = frozenset(
     {
         ("cohere_compass_text", "hidden_act"),
+        ("deepseek_v4", "hidden_act"),
         ("flint", "norm_topk_prob"),
         ("gemma4_text", "hidden_activation"),
         ("gemma4_unified_text", "hidden_activation"),
         ("glm4v_text", "hidden_act"),
+        ("glm5_next_text", "hidden_act"),
         ("glm_ocr_text", "hidden_act"),
         ("hrm_text", "hidden_act"),
         ("hunyuan_vl", "hidden_act"),

@@ -28,13 +28,13 @@ from engine.core.batch import NO_TOKEN, PLAIN, Drafts, RowOutput, RowSnapshot
 from engine.core.request import Request
 from engine.worker.acceptance import Acceptance
 from engine.worker.compiled import CompiledForward
-from engine.worker.kv_cache import BatchCache, BatchKVLayer, SequenceCache
+from engine.worker.kv_cache import BatchCache, SequenceCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import Drafter, DraftHead, PendingHiddenStates
 from engine.worker.pending_step import PendingStep, Row
 from engine.worker.prompt_lookup import TokenHistory
 from engine.worker.sampling_batch import SamplingBatch
-from engine.worker.snapshot import KVSegment, LentSegments, StateSnapshot, fill, is_finite, take
+from engine.worker.snapshot import ATTENTION_LAYERS, KVSegment, LentSegments, StateSnapshot, fill, is_finite, take
 
 EVAL_STEPS = 64  # lazy cache updates are evaluated at least every EVAL_STEPS steps
 
@@ -125,7 +125,7 @@ class DecodeGroup:
     def fill(self, index: int, segments: Sequence[KVSegment]) -> None:
         """Copy KV segments lent to the row at `index` back; the row stays."""
         layers = [*self._cache.layers, *([] if self._drafter is None else self._drafter.layers)]
-        num_layers = sum(isinstance(layer, BatchKVLayer) for layer in layers)
+        num_layers = sum(isinstance(layer, ATTENTION_LAYERS) for layer in layers)
         if num_layers == len(segments[0].ends):  # the MTP head's layers may have been dropped
             fill(segments, layers, index)
 

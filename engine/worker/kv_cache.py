@@ -15,6 +15,7 @@ from mlx_vlm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from engine.worker.batch_layer import BatchLayer
 from engine.worker.chunk_layer import BatchChunkLayer, ChunkedCache
+from engine.worker.pool_layer import BatchPoolInputs, BatchPoolLayer, PooledCache, PoolInputs
 from engine.worker.quantized_kv import KVFormat, QuantizedKVCache, format_of
 from engine.worker.recurrent_layer import BatchRecurrentLayer
 from engine.worker.window_layer import BatchWindowLayer
@@ -206,8 +207,10 @@ class BatchCache:
 
     @property
     def num_slots(self) -> int:
-        """Most slots of an attention layer; 0 without one."""
-        return max((layer.keys.shape[2] for layer in self.layers if hasattr(layer, "keys")), default=0)
+        """Tokens of a row for which an attention layer has slots, at most; 0 without one."""
+        attention = [layer for layer in self.layers if hasattr(layer, "keys")]
+        ratios = [layer.ratio if isinstance(layer, BatchPoolLayer) else 1 for layer in attention]
+        return max((layer.keys.shape[2] * ratio for layer, ratio in zip(attention, ratios, strict=True)), default=0)
 
     def at(self, start: mx.array, extent: int, uniform_start: int | None = None, record: bool = False) -> list[Any]:
         """Return the layers, prepared for a forward that writes at `start`; see Cursor.
@@ -268,6 +271,8 @@ LAYERS: dict[type, Any] = {
     QuantizedKVCache: BatchKVLayer,
     RotatingKVCache: BatchWindowLayer,
     ChunkedCache: BatchChunkLayer,
+    PoolInputs: BatchPoolInputs,
+    PooledCache: BatchPoolLayer,
     ArraysCache: BatchRecurrentLayer,
 }
 """A row's cache -> the layer of a decode group. Exact types: subclasses store their state differently."""
@@ -288,9 +293,9 @@ def rounded(num_slots: int) -> int:
 
 
 def slots_like(array: mx.array, num_slots: int) -> mx.array:
-    """Return empty slots for `num_slots` tokens, shaped like an array [B, heads, slots, head_dim]."""
+    """Return empty slots, shaped like an array [B, heads, slots, head_dim]."""
     batch, heads, _, head_dim = array.shape
-    return mx.zeros((batch, heads, rounded(num_slots), head_dim), array.dtype)
+    return mx.zeros((batch, heads, num_slots, head_dim), array.dtype)
 
 
 def _with_slots(array: mx.array, num_slots: int) -> mx.array:

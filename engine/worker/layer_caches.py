@@ -7,13 +7,14 @@ of the kinds that rows can share (`kv_cache.BatchCache`).
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mlx_vlm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_vlm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, PoolingCache, RotatingKVCache
 from mlx_vlm.models.hy_v4.cache import HyV4KVCache
 from mlx_vlm.models.minimax_m3_vl.language import MiniMaxM3KVCache
 from mlx_vlm.models.qwen4_exp.language import QSAKVCache
 
 from engine.worker.chunk_layer import ChunkedCache
 from engine.worker.indexed_cache import IndexedCache
+from engine.worker.pool_layer import PoolingLayer, pool_caches
 
 SERVED: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     KVCache: lambda layer: (layer,),
@@ -23,6 +24,7 @@ SERVED: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     HyV4KVCache: lambda layer: (KVCache(),),  # it differs in how it grows
     MiniMaxM3KVCache: lambda layer: (KVCache(), KVCache()),
     QSAKVCache: lambda layer: (KVCache(), KVCache()),
+    PoolingCache: lambda layer: pool_caches(layer.ratio),
 }
 """The library's class of a layer's empty cache -> the row's caches. Exact types: subclasses store their state
 differently."""
@@ -56,4 +58,6 @@ def _as_taken(layer: Any, caches: Iterator[Any]) -> Any:
         return CacheList(*as_taken(list(layer.caches), caches))
     if type(layer) in INDEXED:
         return IndexedCache(next(caches), next(caches))
+    if type(layer) is PoolingCache:
+        return PoolingLayer(next(caches), next(caches), layer.ratio)
     return next(caches)

@@ -26,7 +26,7 @@ from engine.worker.quantized_kv import KVFormat
 from engine.worker.snapshot import StateSnapshot
 from engine.worker.vision import VisionEncoder
 from engine.worker.vision_tower import Grid
-from engine.worker.window_layer import ring_slots
+from engine.worker.window_layer import ring_bytes, slot_bytes
 
 MARGIN, CHUNK_MARGIN = 1.15, 1.7
 """Safety factors on measurements of decoding and of prefill, whose chunks may be much larger than the probes. Exact
@@ -86,23 +86,20 @@ def measure(
 
 
 def _exact(snapshot: StateSnapshot, max_drafts: int, head_layers: int) -> MemoryCosts:
-    ends, layers = snapshot.segment.ends, snapshot.segment.keys_values
-    slots = [(k.nbytes + v.nbytes) // max(end, 1) for (k, v), end in zip(layers, ends, strict=True)]
-    sizes = [sum(slot.nbytes for slot in state) for state in snapshot.states]
-    states = [0 if window else size for size, window in zip(sizes, snapshot.windows, strict=True)]
-    windows = [  # bytes per slot
-        size // state[0].shape[2] if window else 0
-        for size, state, window in zip(sizes, snapshot.states, snapshot.windows, strict=True)
-    ]
+    layers = snapshot.segment.keys_values
+    slots = [slot_bytes(layer) / ratio for layer, ratio in zip(layers, snapshot.ratios, strict=True)]
+    pairs = list(zip(snapshot.windows, snapshot.states, strict=True))
+    windows, window_slots, states = ring_bytes([(window, slot_bytes(state)) for window, state in pairs if window])
+    states += [sum(array.nbytes for array in state) for window, state in pairs if not window]
     num_arrays = 2 * len(layers) + sum(map(len, snapshot.states)) + 1
     hidden = 0 if snapshot.hidden is None else snapshot.hidden.nbytes
-    head = sum(slots[len(slots) - head_layers :])
+    head = int(sum(slots[len(slots) - head_layers :]))
     shares = [max(sizes) / sum(sizes) for sizes in (slots, states, windows) if sum(sizes)]
     return MemoryCosts(
-        token_bytes=sum(slots),
+        token_bytes=math.ceil(sum(slots)),
         state_bytes=sum(states),
         window_bytes=sum(windows),
-        window_slots=max((ring_slots(window) for window in snapshot.windows if window), default=0),
+        window_slots=window_slots,
         layer_share=max(shares, default=0.0),
         snapshot_slack=buffer_slack() * num_arrays,
         max_snapshots=_max_arrays() // num_arrays,

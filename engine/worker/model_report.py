@@ -3,6 +3,7 @@
 No weight is read: sizes come from the files' headers and from a forward that is described but never computed.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ from engine.worker import loader, memory, mtp_loader
 from engine.worker.fast_paths import FastPaths
 from engine.worker.kv_cache import SLOTS_STEP
 from engine.worker.language_model import LanguageModel
-from engine.worker.window_layer import ring_slots
+from engine.worker.snapshot import tokens_per_slot
+from engine.worker.window_layer import ring_bytes, slot_bytes
 
 CONTEXTS = (8192, 32768, 131072)
 """Lengths whose memory is shown, and besides them the longest that the model takes."""
@@ -43,10 +45,10 @@ class RowBytes:
     per_token: int
     """Keys and values, over all layers that keep those of all tokens."""
     per_window_slot: int
-    """Keys and values, over all layers with a sliding window."""
+    """Keys and values, over all layers with the largest window."""
     window_slots: int
     fixed: int
-    """Recurrent states."""
+    """Recurrent states, and smaller windows."""
     per_step_slot: int = 0
     """Keys and values of the largest layer as computed, which a step dequantizes; 0 if they are stored so."""
 
@@ -58,11 +60,12 @@ class RowBytes:
         windows = [layer for layer in cache if getattr(layer, "max_size", 0)]
         attention = [layer for layer in cache if hasattr(layer, "keys") and layer not in windows]
         recurrent = [layer for layer in cache if not hasattr(layer, "keys")]
+        largest, window_slots, smaller = ring_bytes([(layer.max_size, _slot_bytes(layer)) for layer in windows])
         return cls(
-            sum(map(_slot_bytes, attention)),
-            sum(map(_slot_bytes, windows)),
-            max((ring_slots(layer.max_size) for layer in windows), default=0),
-            sum(layer.nbytes for layer in recurrent),
+            math.ceil(sum(_slot_bytes(layer) / tokens_per_slot(layer) for layer in attention)),
+            sum(largest),
+            window_slots,
+            sum(smaller) + sum(layer.nbytes for layer in recurrent),
             max((one.token_bytes for one in language_model.kv_formats if one is not None), default=0),
         )
 
@@ -212,7 +215,7 @@ def _missing_media(opened: loader.OpenedModel) -> str:
 
 
 def _slot_bytes(layer: Any) -> int:
-    return sum(array.nbytes // array.shape[2] for array in (layer.keys, layer.values))
+    return slot_bytes((layer.keys, layer.values))
 
 
 def _draft_reason(model_dir: Path, draft: str) -> str | None:

@@ -20,7 +20,16 @@ from engine.worker.mtp import DraftHead
 from engine.worker.pooling import PooledStates
 from engine.worker.prompt_logprobs import CHUNK_TOKENS, PromptLogprobs
 from engine.worker.sampling_batch import SamplingBatch
-from engine.worker.snapshot import KeysValues, KVSegment, StateSnapshot, is_finite, prefix, restore, take
+from engine.worker.snapshot import (
+    KeysValues,
+    KVSegment,
+    StateSnapshot,
+    allocated_slots,
+    is_finite,
+    prefix,
+    restore,
+    take,
+)
 from engine.worker.vision import ImageEncoding, VisionEncoder
 
 
@@ -131,7 +140,8 @@ class Prefill:
     def _make_room(self, cache: SequenceCache, num_tokens: int) -> None:
         attention = [layer for layer in cache if isinstance(layer, KVCache)]
         for layer, (keys, values) in zip(attention, self._slots_like, strict=bool(self._slots_like)):
-            layer.keys, layer.values = slots_like(keys, num_tokens), slots_like(values, num_tokens)
+            slots = allocated_slots(layer, num_tokens)
+            layer.keys, layer.values = slots_like(keys, slots), slots_like(values, slots)
 
     def restore(
         self,

@@ -5,6 +5,8 @@ Other families are refused by the caches of their layers (`family.py`).
 
 from typing import Any
 
+from engine.processing.reference_config import text_section
+
 BOTH_WAYS = "tokens of a prompt see those after them, and prompts are computed in chunks that see only what is before"
 BLOCKS = f"it writes blocks of tokens that see each other (diffusion): {BOTH_WAYS}"
 CROSS = "its cross-attention reads an image or a document in every request, which is not passed to it"
@@ -36,6 +38,8 @@ def refusal(config: dict[str, Any]) -> str | None:
         config: The checkpoint's config.json.
     """
     model_type, blocks = str(config.get("model_type")), config.get("block_configs")
+    if model_type == "glm5_next" and text_section(config).get("index_kpool_always_select_tail") is False:
+        return "with index_kpool_always_select_tail false its first tokens see no token, not even themselves"
     if model_type in NEMOTRON_NAS and isinstance(blocks, list):
         attentions = [block.get("attention") if isinstance(block, dict) else None for block in blocks]
         for i, attention in enumerate(attentions):

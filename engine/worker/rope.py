@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from mlx_vlm.models.deepseek_v4.language import DeepseekV4RoPE
 from mlx_vlm.models.rope_utils import SuScaledRoPE
 
 from engine.protocol import EngineFailed
@@ -30,13 +31,21 @@ def check_scaling(language_model: Any, scaling: dict[str, Any]) -> None:
         EngineFailed: No rope has it.
     """
     kind, ropes = scaling["rope_type"], list(_ropes(language_model))
-    if kind == "linear":
+    if any(isinstance(rope, DeepseekV4RoPE) for rope in ropes):
+        is_applied = any(map(_is_scaled, ropes))
+    elif kind == "linear":
         is_applied = any(abs(getattr(rope, "scale", 0.0) * scaling["factor"] - 1) < 1e-6 for rope in ropes)
     else:
         is_applied = kind not in CLASS_NAMES or any(CLASS_NAMES[kind] in type(rope).__name__ for rope in ropes)
     if not is_applied:
         found = ", ".join(sorted({type(rope).__name__ for rope in ropes})) or "no rope"
         raise EngineFailed(f"the library's module of this family does not apply it: it has {found}")
+
+
+def _is_scaled(rope: DeepseekV4RoPE) -> bool:
+    """Return whether a rope of DeepSeek V4 has YaRN, the only scaling that it takes: no geometric progression."""
+    ratios = rope._freqs[1:] / rope._freqs[:-1]
+    return bool((ratios.max() > 1.001 * ratios.min()).item())
 
 
 def fix_long_factors(language_model: Any, max_context_tokens: int) -> str | None:

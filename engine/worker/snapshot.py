@@ -1,9 +1,10 @@
 """Snapshots: the state after a prefix, copied from one row's caches and into another's; immutable in between.
 
 Attention layers append: a snapshot holds the keys and values of its own KV segment, and its ancestors those before it,
-so that the memory of a growing conversation is linear in its length. Recurrent layers have one complete state, and so
-have layers with a sliding window: the keys and values of its tokens. Arrays of a snapshot are never written: the KV
-segment is a copy, is copied again on restore, and recurrent layers replace their states instead of writing into them.
+so that the memory of a growing conversation is linear in its length. The entries of a pool are such keys, in fewer
+slots than there are tokens. Recurrent layers have one complete state, and so have layers with a sliding window: the
+keys and values of its tokens. Arrays of a snapshot are never written: the KV segment is a copy, is copied again on
+restore, and recurrent layers replace their states instead of writing into them.
 
 A KV segment can be lent to the row that continues its snapshot: its keys and values are then only in the row's cache,
 and are copied back when the row is removed. The slots of a row's first tokens never change, so they can be copied at
@@ -21,13 +22,14 @@ from mlx_vlm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from engine.core.batch import SEGMENT_ARRAYS
 from engine.worker.kv_cache import LAYERS, BatchKVLayer, SequenceCache, rounded
+from engine.worker.pool_layer import BatchPoolLayer, PooledCache, pool_slots
 from engine.worker.quantized_kv import format_of
 from engine.worker.window_layer import last_tokens
 
 SMALL_BYTES = 2**22
 """Smaller arrays are copied: the 16 KiB that a slice may keep alive are less than half a percent of larger ones."""
 
-ATTENTION_LAYERS: Any = (KVCache, BatchKVLayer)
+ATTENTION_LAYERS: Any = (KVCache, BatchKVLayer, BatchPoolLayer)
 """Layers that append keys and values, of one row or of a decode group."""
 
 KeysValues = tuple[mx.array, mx.array]
@@ -90,6 +92,7 @@ class StateSnapshot:
     states: tuple[tuple[mx.array, ...], ...]  # Slots of each recurrent layer; keys and values of each window's tokens.
     hidden: mx.array | None  # [1, 1, hidden], the last one, which the MTP head has not read yet; None without a head.
     windows: tuple[int, ...]  # Per state the tokens of the layer's window; 0 for a recurrent layer.
+    ratios: tuple[int, ...]  # Per attention layer the tokens of a slot: more than one for a pool.
 
     @property
     def segment_bytes(self) -> int:
@@ -168,7 +171,17 @@ def take(
     hidden = _own(hidden) if hidden is not None else None
     mx.eval(states, [] if hidden is None else hidden)
     windows = tuple(getattr(layer, "max_size", 0) for layer in cache if not isinstance(layer, KVCache))
-    return StateSnapshot(num_tokens, segment, states, hidden, windows)
+    return StateSnapshot(num_tokens, segment, states, hidden, windows, tuple(map(tokens_per_slot, attention)))
+
+
+def tokens_per_slot(layer: KVCache) -> int:
+    """Return how many tokens of a row share a slot of an attention layer."""
+    return layer.ratio if isinstance(layer, PooledCache) else 1
+
+
+def allocated_slots(layer: KVCache, num_tokens: int) -> int:
+    """Return the slots that an attention layer allocates for tokens."""
+    return pool_slots(num_tokens, layer.ratio) if isinstance(layer, PooledCache) else rounded(num_tokens)
 
 
 def _state(layer: Any) -> tuple[mx.array, ...]:
@@ -250,9 +263,8 @@ def restore(snapshot: StateSnapshot, cache: SequenceCache, num_slots: int, lend:
     chain, lent = [segment.keys_values for segment in snapshot.segment.chain()], set(lend)
     attention = [layer for layer in cache if isinstance(layer, KVCache)]
     others = [layer for layer in cache if not isinstance(layer, KVCache)]
-    slots = rounded(num_slots)
     for i, (layer, end) in enumerate(zip(attention, snapshot.segment.ends, strict=True)):
-        parts = [layers.pop(0) for layers in chain]
+        parts, slots = [layers.pop(0) for layers in chain], allocated_slots(layer, num_slots)
         layer.keys = _joined([keys for keys, _ in parts], slots - end)
         layer.values = _joined([values for _, values in parts], slots - end)
         layer.offset = end
@@ -306,8 +318,11 @@ def import_arrays(
     """
     reader = _Reader(arrays)
     starts = parent.ends if parent is not None else (0,) * len(like.segment.ends)
-    lag = [like.num_tokens - end for end in like.segment.ends]  # the head has read one pair less than there are tokens
-    ends = tuple(num_tokens - missing for missing in lag)
+    pairs = list(zip(like.segment.ends, like.ratios, strict=True))
+    lag = [
+        like.num_tokens // ratio - end for end, ratio in pairs
+    ]  # the head has read one pair less than there are tokens
+    ends = tuple(num_tokens // ratio - missing for missing, (_, ratio) in zip(lag, pairs, strict=True))
     segment = KVSegment.lent(parent, ends)
     for i, ((keys, values), start, end) in enumerate(zip(like.segment.keys_values, starts, ends, strict=True)):
         segment.layers[i] = (
@@ -318,7 +333,7 @@ def import_arrays(
         yield None
     states, hidden = reader.take_state(like, num_tokens) if with_state else ((), None)
     reader.check_all_taken()
-    yield StateSnapshot(num_tokens, segment, states, hidden, like.windows)
+    yield StateSnapshot(num_tokens, segment, states, hidden, like.windows, like.ratios)
 
 
 class _Reader:

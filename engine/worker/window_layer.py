@@ -131,6 +131,29 @@ def ring_slots(window: int) -> int:
     return window + RING_MARGIN
 
 
+def ring_bytes(windows: Sequence[tuple[int, int]]) -> tuple[list[int], int, list[int]]:
+    """Return what the rings of several layers take, whose windows may differ.
+
+    Args:
+        windows: Tokens of each layer's window, and bytes of one of its slots.
+
+    Returns:
+        Bytes per slot of each of the largest rings, their slots, and the bytes of each smaller ring, once it is full.
+    """
+    largest = max((window for window, _ in windows), default=0)
+    smaller = [ring_slots(window) * num_bytes for window, num_bytes in windows if window < largest]
+    return (
+        [num_bytes for window, num_bytes in windows if window == largest],
+        ring_slots(largest) if largest else 0,
+        smaller,
+    )
+
+
+def slot_bytes(arrays: Sequence[Any]) -> int:
+    """Return the bytes of one slot of arrays [1, heads, slots, head_dim or words]."""
+    return sum(array.shape[1] * array.shape[3] * array.dtype.size for array in arrays)
+
+
 def last_tokens(cache: RotatingKVCache) -> tuple[mx.array, mx.array]:
     """Return keys and values [1, heads, n, head_dim] of a row's last tokens, at most a window, the oldest first."""
     keys, values = cache.keys, cache.values

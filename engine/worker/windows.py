@@ -2,14 +2,21 @@
 
 from typing import Any
 
-from mlx_vlm.models.cache import ArraysCache, CacheList, ChunkedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_vlm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    PoolingCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
-from engine.processing.reference_config import RECURRENT, Reach, declared_reaches, text_section
+from engine.processing.reference_config import RECURRENT, Reach, declared_reaches, pooled_reach, text_section
 from engine.protocol import EngineFailed
 
 PATTERN = (
     *("sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern", "attention_chunk_size"),
-    *("sliding_window_size", "full_attention_interval", "layer_types"),
+    *("sliding_window_size", "full_attention_interval", "layer_types", "compress_ratios", "compress_rates"),
 )
 """Fields that say which layers have which window."""
 
@@ -55,7 +62,8 @@ def _reach(cache: Any) -> Reach:
     parts = cache.caches if isinstance(cache, CacheList) else (cache,)
     for part in parts:
         if isinstance(part, RotatingKVCache):
-            return part.max_size
+            ratio = next((pool.ratio for pool in parts if isinstance(pool, PoolingCache)), None)
+            return part.max_size if ratio is None else pooled_reach(part.max_size, ratio)
         if isinstance(part, ChunkedKVCache):
             return part.chunk_size
     return RECURRENT if all(isinstance(part, ArraysCache) for part in parts) else None
@@ -64,4 +72,6 @@ def _reach(cache: Any) -> Reach:
 def _described(reach: Reach) -> str:
     if reach == RECURRENT:
         return "is recurrent"
+    if isinstance(reach, str):
+        return f"attends to {reach}"
     return "attends to all tokens" if reach is None else f"attends to {reach} tokens"

@@ -10,9 +10,9 @@ class MemoryCosts:
     """Bytes, measured at start where no formula holds on every device (worker/memory_costs.py)."""
 
     base_bytes: int = 0  # Weights, and everything else allocated without any request.
-    token_bytes: int = 0  # Per slot of a row, over all attention layers, those of the MTP head included.
-    state_bytes: int = 0  # Recurrent states of a row.
-    window_bytes: int = 0  # Per slot of a row, over all layers with a sliding window.
+    token_bytes: int = 0  # Per token of a row, over all attention layers, those of the MTP head included.
+    state_bytes: int = 0  # Recurrent states of a row, and windows that are smaller than the largest.
+    window_bytes: int = 0  # Per slot of a row, over all layers with the largest sliding window.
     window_slots: int = 0  # The most slots of such a layer.
     layer_share: float = 1.0  # Largest layer's share of a row: decode groups are rebuilt layer by layer.
     snapshot_slack: int = 0  # By how much the buffers of a snapshot, or of a decode group, may exceed their arrays.

@@ -1,8 +1,10 @@
 """The patches of families that the library cannot build, or computes wrongly even for one prompt without a cache."""
 
 from engine.worker.patches import (
+    deepseek_v4_pools,
     embedding_scale,
     gelu,
+    glm5_next_rows,
     glm_cast,
     glm_rope,
     hy_v4_index,
@@ -15,8 +17,10 @@ from engine.worker.patches import (
 
 def correct() -> None:
     """Install them, before a model is built: some change how. May be called several times."""
+    deepseek_v4_pools.install()
     embedding_scale.install()
     gelu.install()
+    glm5_next_rows.install()
     glm_cast.install()
     glm_rope.install()
     hy_v4_index.install()

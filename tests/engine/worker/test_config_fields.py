@@ -35,7 +35,17 @@ from tests.support.zoo import new_module, prompt
 UNQUANTIZED = [name for name, family in FAMILIES.items() if family.quantization is None]
 STRUCTURAL = {"decoder_sparse_step", "mlp_only_layers", "n_group", "topk_group", "topk_method"}
 """Fields that other fields have to agree with."""
-WITHOUT_ROPE = {"gpt2", "gpt_bigcode", "jamba", "kimi_linear", "mamba", "mamba2", "nemotron_h", "rwkv7"}
+WITHOUT_ROPE = {
+    "gpt2",
+    "gpt_bigcode",
+    "glm5_next_text",
+    "jamba",
+    "kimi_linear",
+    "mamba",
+    "mamba2",
+    "nemotron_h",
+    "rwkv7",
+}
 FROM_PARAMETERS = {"gemma4_text", "gemma4_unified_text", "mellum"}
 """Families that have read their bases from `rope_parameters` since they came out."""
 
@@ -231,6 +241,22 @@ def test_the_bases_of_both_ropes_of_gemma_3_are_those_of_the_checkpoint(name: st
     layers = zip(made.layers, make_prompt_cache(made), strict=True)
     found = {isinstance(cache, RotatingKVCache): layer.self_attn.rope.base for layer, cache in layers}
     assert found == {True: 333.0, False: 77777.0} and not refusal(made, config)
+
+
+def test_the_ropes_of_deepseek_v4_are_the_same_in_the_format_of_transformers_5():
+    yarn = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 64}
+    old, new = (copy.deepcopy(FAMILIES["deepseek_v4"].config) for _ in range(2))
+    old |= {"rope_theta": 333.0, "compress_rope_theta": 77777.0, "rope_scaling": yarn}
+    del new["rope_theta"], new["compress_rope_theta"], new["rope_scaling"]
+    compress = {"rope_theta": 77777.0, "partial_rotary_factor": 0.5, "attention_factor": 1.0, **yarn}
+    main = {"rope_type": "default", "rope_theta": 333.0, "partial_rotary_factor": 0.5}
+    new["rope_parameters"] = {"main": main, "compress": compress}
+    made = [module(library_config(EngineConfig(), config)) for config in (old, new)]
+    assert not refusal(made[1], new)
+    for one, other in zip(*(each.layers for each in made), strict=True):
+        assert mx.array_equal(one.attn.rope._freqs, other.attn.rope._freqs)
+    plain = module(FAMILIES["deepseek_v4"].config).layers[1].attn.rope._freqs
+    assert not mx.allclose(made[0].layers[1].attn.rope._freqs, plain)
 
 
 @pytest.mark.parametrize("name", KNOWN)

@@ -10,7 +10,14 @@ import engine.worker  # noqa: F401  # before MLX
 import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
-from mlx_vlm.models.cache import CacheList, ChunkedKVCache, KVCache, PoolingCache, RotatingKVCache
+from mlx_vlm.models.cache import (
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    PoolingCache,
+    RotatingKVCache,
+)
 
 from engine.config import EngineConfig
 from engine.protocol import EngineFailed
@@ -76,7 +83,8 @@ class LanguageModel:
         ((KVCache(), RotatingKVCache(8)), None),
         ((CacheList(KVCache(), RotatingKVCache(8)),), None),
         ((CacheList(KVCache(), ChunkedKVCache(8)),), None),
-        ((KVCache(), CacheList(KVCache(), PoolingCache(8))), "layer 1 keeps its state in a PoolingCache"),
+        ((CacheList(RotatingKVCache(8), PoolingCache(4)),), None),
+        ((KVCache(), CacheList(KVCache(), ConcatenateKVCache())), "layer 1 keeps its state in a ConcatenateKVCache"),
         ((RotatingKVCache(8, keep=4),), "layer 0 has a window that keeps its first 4 tokens"),
     ],
 )

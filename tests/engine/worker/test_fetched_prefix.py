@@ -42,7 +42,7 @@ class Node(Driver):
         self.core.prefix.store.reset()
 
 
-@pytest.fixture(scope="module", params=["llama", "hybrid", "deepseek_v3", "llama4", "qwen4_exp"])
+@pytest.fixture(scope="module", params=["llama", "hybrid", "deepseek_v3", "llama4", "qwen4_exp", "deepseek_v4"])
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MLXRunner:
     """Never closed: that would take the main thread's streams from the tests that follow."""
     path = tmp_path_factory.mktemp("model") / request.param

@@ -4,6 +4,7 @@ When one of these tests fails, see whether the family can be served. Families wh
 are in test_family.py.
 """
 
+import copy
 import json
 from typing import Any
 
@@ -18,8 +19,10 @@ from mlx_vlm.utils import get_model_and_args
 from engine.config import EngineConfig
 from engine.protocol import EngineFailed
 from engine.worker import loader
+from engine.worker.patches import glm5_next_rows
 from engine.worker.refused_families import DECISIONS, REFUSED
 from tests.support import zoo
+from tests.support.families import FAMILIES
 from tests.support.families.family import TOWER, text
 
 BLOCK = {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}}
@@ -55,6 +58,22 @@ def test_nothing_fills_the_cache_of_a_linear_layer_in_place_of_attention():
     cache = make_prompt_cache(lm)
     logits(lm, [1, 2, 3], cache)
     assert [layer.empty() for layer in cache] == [False, True, False]
+
+
+def test_an_index_without_the_tail_is_refused(tmp_path):
+    config = copy.deepcopy(FAMILIES["glm5_next"].config)
+    config["text_config"]["index_kpool_always_select_tail"] = False
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineFailed, match=r"family glm5_next .*its first tokens see no token"):
+        loader.load(EngineConfig(model=str(tmp_path), device="cpu"), lambda progress: None)
+
+
+def test_the_first_tokens_of_an_index_without_the_tail_see_no_token():
+    config = copy.deepcopy(FAMILIES["glm5_next"].config)
+    config["text_config"]["index_kpool_always_select_tail"] = False
+    indexer = zoo.new_module(config).language_model.layers[1].self_attn.indexer
+    seen = glm5_next_rows.LIBRARY["index"](indexer, mx.zeros((1, 6, 64)), mx.zeros((1, 6, 32)))
+    assert (np.array(seen)[0] >= 0).sum(axis=1).tolist() == [0, 0, 0, 4, 4, 4]
 
 
 @pytest.mark.parametrize("family", [name for name, reason in REFUSED.items() if reason == DECISIONS])

@@ -112,6 +112,17 @@ def test_a_declared_scaling_that_the_family_does_not_apply_is_refused(tmp_path):
         load(path)
 
 
+def test_the_pooled_layers_of_deepseek_v4_are_scaled_by_yarn_and_by_nothing_else(tmp_path):
+    path = checkpoint(tmp_path, "deepseek_v4", rope_scaling={**YARN, "original_max_position_embeddings": 16})
+    loaded = load(path)
+    assert np.array_equal(logits(loaded.module), logits(load_by_library(path)))
+    assert loaded.max_context_tokens == ORIGINAL
+    plain = checkpoint(tmp_path / "plain", "deepseek_v4")
+    assert np.abs(logits(loaded.module) - logits(load(plain).module)).max() > 1e-3
+    with pytest.raises(EngineFailed, match="rope_scaling linear: Unsupported DeepSeek-V4 RoPE type: linear"):
+        load(plain, rope_scaling={"type": "linear", "factor": 4.0})
+
+
 def test_base_and_scaling_in_the_format_of_transformers_5_are_applied(tmp_path):
     scaling = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 16}
     old = checkpoint(tmp_path / "old", "llama", rope_theta=500.0, rope_scaling=scaling)

@@ -12,9 +12,7 @@ def _cache(layer: int, kind: str) -> str:
 
 
 REFUSED_BY_CACHE: dict[str, str] = {
-    "deepseek_v4": _cache(1, "PoolingCache"),
     "deepseek_v41": _cache(0, "DeepseekV41Cache"),
-    "glm5_next": _cache(3, "PoolingCache"),
     "unlimited_ocr": _cache(0, "RingSlidingKVCache"),
     "z1t": _cache(0, "Z1TCache"),
 }
