@@ -188,6 +188,16 @@ def test_a_field_that_is_left_out_must_have_the_same_default_in_both():
     )
 
 
+def test_an_activation_that_the_module_does_not_compute_with_is_refused():
+    config = with_fields("minimax_m3", hidden_act="silu")
+    assert refusal(module(config), config) == (
+        "config.json has hidden_act 'silu', but the library's module of the family minimax_m3 does not read it and "
+        "computes with 'swigluoai'; the answers would be wrong"
+    )
+    served = with_fields("minimax_m3", hidden_act="swigluoai")
+    assert not refusal(module(served), served)
+
+
 def test_fields_that_differ_by_layer_are_refused():
     config = with_fields("llama", per_layer_config={"0": {"rms_norm_eps": 1e-3}})
     assert "config.json has per_layer_config {'0': " in refusal(module(config), config)
