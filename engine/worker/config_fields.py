@@ -99,6 +99,7 @@ UNREAD = frozenset(
         ("kolibri1", "hidden_act"),
         ("lfm2_moe", "routed_scaling_factor"),
         ("llama4_text", "hidden_act"),
+        ("minicpmo", "hidden_act"),
         ("minimax_m3", "hidden_act"),
         ("mistral_large3", "scoring_func"),
         ("molmo2", "hidden_act"),

@@ -30,7 +30,7 @@ from engine.worker.language_model import config_of
 from engine.worker.patches import families
 from tests.support.families import FAMILIES
 from tests.support.night import some_at_night
-from tests.support.zoo import new_module, prompt
+from tests.support.zoo import given_positions, new_module, prompt
 
 UNQUANTIZED = [name for name, family in FAMILIES.items() if family.quantization is None]
 STRUCTURAL = {"decoder_sparse_step", "mlp_only_layers", "n_group", "topk_group", "topk_method"}
@@ -63,7 +63,8 @@ def drawn(made: Any) -> dict[str, mx.array]:
 
 
 def logits(made: Any) -> np.ndarray:
-    return np.array(made(mx.array([prompt(24)]), cache=make_prompt_cache(made)).logits)
+    ids = mx.array([prompt(24)])
+    return np.array(made(ids, cache=make_prompt_cache(made), **given_positions(made, 0, 24)).logits)
 
 
 def refusal(made: Any, config: dict[str, Any]) -> str:
