@@ -15,6 +15,7 @@ from engine.core.memory.budget import make_memory_budget
 from engine.core.memory.evictable import EvictableMemory
 from engine.core.movable_snapshots import MovableSnapshots
 from engine.core.prefix_cache.cache import PrefixCache
+from engine.core.prefix_cache.loans import MemoryTaken
 from engine.core.progress import Progress
 from engine.core.proposer_record import Mode
 from engine.core.quoting.load import LoadRecorder
@@ -352,6 +353,8 @@ class EngineCore:
             elif max_tokens := self.scheduler.prefills.chunk_tokens(rows):
                 chunks = self._burst(rows, PromptChunk(rows[0], self.prefix.clip(rows, max_tokens)))
                 has_published = self._compute(rows, chunks, began_s, in_flight_s)
+        except MemoryTaken:
+            self.scheduler.readmit(rows)
         except Exception as error:
             self._prefill_failed(rows, error)
             return
@@ -448,6 +451,8 @@ class EngineCore:
             if self.prefix.begin(rows):
                 return True
             self.scheduler.prefills.in_progress.wait_for_disk(rows)
+        except MemoryTaken:
+            self.scheduler.readmit(rows)
         except Exception as error:
             self._prefill_failed(rows, error)
         return False

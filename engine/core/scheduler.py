@@ -171,6 +171,10 @@ class Scheduler:
         """
         self._stats.num_preempted += len(self._requeue(victim, reason))
 
+    def readmit(self, rows: Sequence[Request]) -> None:
+        """Return a prompt in progress that has not begun to the queue, as its memory was taken by others meanwhile."""
+        self._requeue(self.prefills.in_progress.of(rows[0]))
+
     def _requeue(self, victim: Victim, reason: PreemptionReason | None = None) -> list[Request]:
         """Return a victim's rows to the queue, and return them. reason: None if they are not preempted for others."""
         if isinstance(victim, Prefill):

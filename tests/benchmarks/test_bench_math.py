@@ -1,9 +1,11 @@
 import json
 import math
+from dataclasses import asdict
 
 import pytest
 
 from engine.config import EngineConfig
+from engine.worker import blas
 from tests.benchmarks.engine_bench import Arm, Row, conditions, figures
 from tests.benchmarks.measure import CpuTrace, Spread, percentile, table
 from tests.benchmarks.publish_figures import engine_cost, latencies_ms
@@ -142,7 +144,8 @@ def test_a_prefill_rate_is_the_prompt_over_the_wait():
 
 def test_the_conditions_of_a_report_are_plain_values():
     plain = json.loads(json.dumps(conditions(EngineConfig(), {"compiled": False})))
-    assert plain["blas"].keys() == {"source", "path", "reason"} and plain["capabilities"] == {"compiled": False}
+    assert plain["blas"] == asdict(blas.preload()) and plain["capabilities"] == {"compiled": False}
+    assert EngineConfig.model_validate(plain["config"]) == EngineConfig()
 
 
 def test_the_engine_is_charged_only_for_the_time_in_which_all_streams_run():

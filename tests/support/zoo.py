@@ -136,15 +136,19 @@ def incremental_greedy(lm: Any, token_ids: list[int], num_tokens: int, chunk: in
 
 
 def _forward(lm: Any, token_ids: list[int], cache: list[Any]) -> mx.array:
-    """Return the logits [vocab] behind the tokens.
+    """Return the logits [vocab] behind the tokens."""
+    positions = given_positions(lm, cache[0].offset, len(token_ids))
+    return lm(mx.array([token_ids], mx.int32), cache=cache, **positions).logits[0, -1]
+
+
+def given_positions(lm: Any, start: int, num_tokens: int) -> dict[str, mx.array]:
+    """Return the positions [3, 1, num_tokens] from `start` on as an argument of a language model that needs them.
 
     The language model of MiniCPM-o counts positions by fields that its configuration lacks; the whole model gives them.
     """
-    ids, positions = mx.array([token_ids], mx.int32), {}
-    if getattr(lm, "model_type", "") == "minicpmo":
-        counted = mx.arange(cache[0].offset, cache[0].offset + len(token_ids))
-        positions = {"position_ids": mx.broadcast_to(counted, (3, 1, len(token_ids)))}
-    return lm(ids, cache=cache, **positions).logits[0, -1]
+    if getattr(lm, "model_type", "") != "minicpmo":
+        return {}
+    return {"position_ids": mx.broadcast_to(mx.arange(start, start + num_tokens), (3, 1, num_tokens))}
 
 
 def new_module(config: dict[str, Any]) -> Any:

@@ -180,6 +180,10 @@ class PrefixCache:
 
         Returns:
             False while the prefix is still being fetched or read from disk: call again in the next step.
+
+        Raises:
+            InvalidRequest: The request is at fault, not the snapshot.
+            MemoryTaken: The request must be admitted again.
         """
         row = rows[0]
         if not self._is_used_by(row):
@@ -194,7 +198,7 @@ class PrefixCache:
         if not self._restorer.restore(rows, session, wait_s, copy_s):
             return False
         if session.base is None:
-            self._loans.revoke(row.id)
+            self._loans.give_up(row.id)
         else:
             self._answers.used(session.base.kind)
         num_cached, miss = row.num_prefilled, None

@@ -5,8 +5,10 @@ snapshot that nothing else needs move there, and are copied back when the row fi
 they exist once. KV segments that other prompts need as well, such as system prompts, are copied and stay.
 
 A row owns a KV segment (`SnapshotNode.owner`) from its admission on, as its reservation covers all of its tokens
-(`assign`). The arrays move when the prompt begins (`move`). Snapshots that the row stores at its boundaries are its own
-from the beginning. A prompt that continues a snapshot of another row gets a copy from that row (`copy_back`).
+(`assign`). The arrays move when the prompt begins (`move`). Until then another prompt may begin first and need the same
+segment, which then stays in the cache; a row whose memory was reserved without it is queued again (`MemoryTaken`).
+Snapshots that the row stores at its boundaries are its own from the beginning. A prompt that continues a snapshot of
+another row gets a copy from that row (`copy_back`).
 
 When a snapshot whose KV segment has an owner is evicted, only its recurrent state is freed. If longer snapshots or
 prompts in progress need the segment, it stays with the row and is copied back for them; otherwise the loan ends without
@@ -24,6 +26,10 @@ from engine.core.prefix_cache.node import KVSegment, SnapshotNode
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 
 log = logging.getLogger("orchard.engine")
+
+
+class MemoryTaken(Exception):
+    """Other prompts need KV segments that a row was to take over, and memory does not hold them beside the row."""
 
 
 class Loans:
@@ -60,15 +66,30 @@ class Loans:
         if self._take_back_unmoved(row_id):
             self._memory.fit()
 
+    def give_up(self, row_id: str) -> None:
+        """Undo `assign` for a row whose prompt continues no snapshot.
+
+        Raises:
+            MemoryTaken: The segments stay in the cache, but memory does not hold them beside the row.
+        """
+        if taken_back := self._take_back_unmoved(row_id):
+            self._memory.fit()
+            self._check_room(row_id, taken_back, None)
+
     def move(self, row_id: str, node: SnapshotNode) -> list[KVSegment]:
-        """Return the KV segments that move to a row that is about to continue a snapshot."""
-        was_assigned = self._take_back_unmoved(row_id)
+        """Return the KV segments that move to a row that is about to continue a snapshot.
+
+        Raises:
+            MemoryTaken: Assigned segments stay in the cache, but memory does not hold them beside the row.
+        """
+        taken_back = self._take_back_unmoved(row_id)
         moving = _lendable(node)
-        if was_assigned and self._memory.missing_bytes > sum(one.segment_bytes for one in moving):
+        if taken_back and self._memory.missing_bytes > sum(one.segment_bytes for one in moving):
             moving = _lendable(node, also_system=True)  # it was read from disk for this row only
         self._assign(row_id, moving)
-        if was_assigned:  # they may be fewer: another prompt may have continued the same snapshot meanwhile
+        if taken_back:  # they may be fewer: another prompt may have continued the same snapshot meanwhile
             self._memory.fit(spared=(node,))
+            self._check_room(row_id, taken_back, node)
         return [one.kv_segment for one in moving]
 
     def may_extend(self, row_id: str, base: SnapshotNode | None) -> bool:
@@ -139,11 +160,18 @@ class Loans:
         for node in nodes:
             self._store.assign(node, row_id, node.segment_bytes)
 
-    def _take_back_unmoved(self, row_id: str) -> bool:
+    def _take_back_unmoved(self, row_id: str) -> list[SnapshotNode]:
         unmoved = [node for node in self._store.owned_by(row_id) if not node.kv_segment.is_lent]
         for node in unmoved:
             self._store.take_back(node)
-        return bool(unmoved)
+        return unmoved
+
+    def _check_room(self, row_id: str, taken_back: Sequence[SnapshotNode], node: SnapshotNode | None) -> None:
+        """Raise MemoryTaken if segments taken back from a row stay in the cache, and memory does not hold them."""
+        stays = any(one.segment is not None and one.owner is None for one in taken_back)
+        if stays and not self._memory.can_hold(0, node):
+            self._take_back_unmoved(row_id)
+            raise MemoryTaken(f"other prompts need the prefix of {row_id}, and memory holds no copy of it")
 
     def _copy_back(self, lent: Sequence[SnapshotNode]) -> bool:
         """Copy KV segments of one chain back from rows; return False if they do not fit, or some are lost."""

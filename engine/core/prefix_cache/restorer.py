@@ -64,6 +64,7 @@ class PrefixRestorer:
 
         Raises:
             InvalidRequest: The request is at fault, not the snapshot.
+            MemoryTaken: The request must be admitted again.
         """
         while (node := self._find(rows, session, wait_s, copy_s)) is not None and not self._restore(
             rows, session, node
@@ -170,8 +171,8 @@ class PrefixRestorer:
         assert node.snapshot is not None
         if rows[0].spec.pinned and Boundary("system", node.num_tokens) in rows[0].spec.boundaries:
             self._store.pin(node)  # pinned snapshots are never lent
+        lent = self._loans.move(rows[0].id, node) if eligibility.may_lend(rows) else []
         try:
-            lent = self._loans.move(rows[0].id, node) if eligibility.may_lend(rows) else []
             self._runner.restore(rows, node.snapshot, lent)
         except InvalidRequest:
             self._loans.lost([rows[0].id])

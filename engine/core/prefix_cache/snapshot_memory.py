@@ -60,9 +60,14 @@ class SnapshotMemory:
         """Bytes by which the snapshots exceed their memory; negative if they fit."""
         return self.store.num_bytes - self.limit_bytes
 
-    def can_hold(self, num_bytes: int) -> bool:
-        """Return whether `num_bytes` more would fit if everything evictable were evicted."""
-        return self.store.unevictable_bytes() + num_bytes <= self.limit_bytes
+    def can_hold(self, num_bytes: int, node: SnapshotNode | None = None) -> bool:
+        """Return whether `num_bytes` more would fit if everything evictable were evicted.
+
+        Args:
+            num_bytes: Bytes to add.
+            node: A node whose KV segments stay, as if a prompt in progress held it.
+        """
+        return self.store.unevictable_bytes(node) + num_bytes <= self.limit_bytes
 
     def add(
         self,

@@ -30,7 +30,7 @@ from engine.worker.language_model import config_of
 from engine.worker.patches import families
 from tests.support.families import FAMILIES
 from tests.support.night import some_at_night
-from tests.support.zoo import new_module, prompt
+from tests.support.zoo import given_positions, new_module, prompt
 
 UNQUANTIZED = [name for name, family in FAMILIES.items() if family.quantization is None]
 STRUCTURAL = {"decoder_sparse_step", "mlp_only_layers", "n_group", "topk_group", "topk_method"}
@@ -73,7 +73,8 @@ def drawn(made: Any) -> dict[str, mx.array]:
 
 
 def logits(made: Any) -> np.ndarray:
-    return np.array(made(mx.array([prompt(24)]), cache=make_prompt_cache(made)).logits)
+    ids = mx.array([prompt(24)])
+    return np.array(made(ids, cache=make_prompt_cache(made), **given_positions(made, 0, 24)).logits)
 
 
 def refusal(made: Any, config: dict[str, Any]) -> str:
@@ -196,6 +197,16 @@ def test_a_field_that_is_left_out_must_have_the_same_default_in_both():
         "config.json has no query_pre_attn_scalar, for which transformers takes 256, but the library's module of the "
         "family gemma2 computes with 144.0; the answers would be wrong"
     )
+
+
+def test_an_activation_that_the_module_does_not_compute_with_is_refused():
+    config = with_fields("minimax_m3", hidden_act="silu")
+    assert refusal(module(config), config) == (
+        "config.json has hidden_act 'silu', but the library's module of the family minimax_m3 does not read it and "
+        "computes with 'swigluoai'; the answers would be wrong"
+    )
+    served = with_fields("minimax_m3", hidden_act="swigluoai")
+    assert not refusal(module(served), served)
 
 
 def test_fields_that_differ_by_layer_are_refused():

@@ -1,6 +1,6 @@
 """An engine over a fake model that knows where the keys and values of each snapshot are, and checks it in each step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -134,6 +134,7 @@ class Engine(Driver):
         max_bytes: int = 2**30,
         files: SnapshotFiles | None = None,
         cache: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] | None = None,
         **config: Any,
     ):
         self.runner = HoldingRunner()
@@ -147,10 +148,10 @@ class Engine(Driver):
             "prefix_cache": cache or {},
         }
         self.config = EngineConfig.model_validate(settings)
-        super().__init__(self.runner, self.config)
+        super().__init__(self.runner, self.config, clock)
         if files is not None:
-            # The clock stands still, so that no reading takes too long, however busy the machine is.
-            self.core = EngineCore(self.config, self.runner, self._publish, clock=Clock(), files=files)
+            # By default the clock stands still, so that no reading takes too long, however busy the machine is.
+            self.core = EngineCore(self.config, self.runner, self._publish, clock=clock or Clock(), files=files)
         self.is_checked = True
 
     @property

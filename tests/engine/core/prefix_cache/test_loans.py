@@ -14,15 +14,16 @@ import pytest
 from engine.config import DiskCacheConfig
 from engine.core.cost_model import CostModel
 from engine.core.prefix_cache.disk_tier import DiskTier
-from engine.core.prefix_cache.loans import Loans
+from engine.core.prefix_cache.loans import Loans, MemoryTaken
 from engine.core.prefix_cache.node import SnapshotNode
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.core.prefix_cache.store import SnapshotStore
 from engine.protocol import FinishReason, PromptOrigin
 from engine.snapshot_store.files import SnapshotFiles
-from tests.engine.core.prefix_cache.lending import Engine, following, request, tokens
+from tests.engine.core.prefix_cache.lending import CHUNK, Engine, following, request, tokens
 from tests.support.clock import Clock
+from tests.support.driver import fix_prefill_costs
 from tests.support.fake_runner import BYTES_PER_TOKEN, STATE_BYTES, FakeSnapshot, answer
 from tests.support.sparse_prompts import with_plan
 
@@ -261,6 +262,48 @@ def test_an_assignment_that_is_not_carried_out_evicts_other_snapshots_if_its_byt
     assert shelf.nodes[-1].snapshot is not None and shelf.cache.get(other.digest) is None
     shelf.cache.release(shelf.nodes[-1])
     assert shelf.cache.integrity_error() is None
+
+
+def test_a_prompt_whose_assigned_prefix_another_one_copies_first_waits_for_memory():
+    """The longer prompt begins first, and its chunks last beyond the first one of the shorter prompt."""
+    engine = tight(1040, 3, cache={"answers": False}, clock=Clock())
+    engine.ask(FIRST)
+    fix_prefill_costs(engine.core, 0.0, 0.0)
+    long, short = following("long", FIRST, *tokens(2, 400)), following("short", FIRST, *tokens(7, 100))
+    engine.core.add_request(long)
+    engine.core.add_request(short)
+    engine.step()
+    assert engine.assigned() == {"short/0": [TURN]} and engine.runner.prompts == {"long/0": TURN + CHUNK}
+    fix_prefill_costs(engine.core, 0.0, 0.001)
+    engine.step()
+    assert not engine.assigned() and engine.core.scheduler.queued[0].rows[0].spec is short
+    engine.finish_all()
+    assert engine.tokens["long"] == answer(long) and engine.tokens["short"] == answer(short)
+    assert engine.core.stats.num_preempted == 0
+
+
+def test_an_assigned_segment_that_others_need_moves_to_no_row_and_is_refused_without_memory():
+    shelf = Shelf(100, 200)
+    assert shelf.assign("r", shelf.nodes[-1])
+    shelf.room = 1500
+    shelf.cache.use(shelf.nodes[-1])
+    with pytest.raises(MemoryTaken, match="prefix of r"):
+        shelf.move("r", shelf.nodes[0])
+    assert not shelf.cache.owners and shelf.cache.num_bytes == STATE_BYTES + 2000
+    shelf.cache.release(shelf.nodes[-1])
+    assert shelf.cache.integrity_error() is None
+
+
+def test_a_prompt_that_continues_no_snapshot_is_refused_while_others_need_its_assigned_segments():
+    shelf = Shelf(100, 200)
+    assert shelf.assign("r", shelf.nodes[-1])
+    shelf.room = 500
+    shelf.cache.use(shelf.nodes[-1])
+    with pytest.raises(MemoryTaken, match="prefix of r"):
+        shelf.loans.give_up("r")
+    shelf.cache.release(shelf.nodes[-1])
+    assert shelf.cache.num_bytes == 0 and shelf.cache.integrity_error() is None
+    shelf.loans.give_up("r")
 
 
 def test_a_snapshot_assigned_to_a_preempted_row_is_evicted_if_memory_is_short():
@@ -746,6 +789,17 @@ class HesitantFiles(SnapshotFiles):
         return self._rng.random() < 0.4 and super().wait(futures, 5.0)
 
 
+class RandomClock:
+    """Advances by a random time when it is read, so that a seed repeats all that depends on measured seconds."""
+
+    def __init__(self, seed: int):
+        self._rng, self._now_s = random.Random(seed), 100.0
+
+    def __call__(self) -> float:
+        self._now_s += 1e-4 * self._rng.random()
+        return self._now_s
+
+
 class Traffic:
     """Conversations of several turns with one or two system parts, whose clients go away, and a runner that fails."""
 
@@ -759,7 +813,8 @@ class Traffic:
         cache: dict[str, Any] = {"answers": rng.random() < 0.6}
         if rng.random() < 0.3:
             cache["max_gb"] = rng.choice([8_000, 20_000]) / 2**30
-        self.engine = Engine(limit, files, cache, max_running=rng.choice([2, 4, 8]), **config)
+        clock = RandomClock(seed) if files is None else None
+        self.engine = Engine(limit, files, cache, clock, max_running=rng.choice([2, 4, 8]), **config)
         self.engine.runner.snapshots_prefixes = seed % 2 == 1
         self.systems = [tokens(900 + i, 40 + 30 * i) for i in range(2)]
         self.conversations: list[list[Any]] = [[] for _ in range(5)]
