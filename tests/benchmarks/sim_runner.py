@@ -248,6 +248,7 @@ class ClockRunner:
             for rows in (1, 2, 8)
             for drafts in (PLAIN, *self.drafts)
         ]
+        self.snapshot_s = 0.0
         self.chunk_times: Sequence[ChunkTime] = [
             ChunkTime(num_tokens, machine.chunk_seconds(0, num_tokens)) for num_tokens in (64, 256)
         ]

@@ -18,6 +18,7 @@ import pytest
 
 import engine.worker  # noqa: F401  # before MLX
 from engine.config import EngineConfig, PrefixCacheConfig
+from engine.core.prefix_cache.snapshot_boundaries import LEAST_TOKENS
 from engine.core.request import Request
 from engine.core.spec_prefill.plan import ScoreRequest, find_anchors, make_plan
 from engine.protocol import Boundary, EngineRequest, SamplingParams
@@ -79,7 +80,7 @@ class SharedBench(conversations.Bench):
     def _check_books(self, driver, traffic, order) -> None:
         """Check that tokens served, computed and kept follow the rules."""
         config = PrefixCacheConfig.model_validate(traffic.cache)
-        shelf = SparseShelf(self.specimens.image_token_id, config.min_tokens, config.boundaries)
+        shelf = SparseShelf(self.specimens.image_token_id, config.min_tokens or LEAST_TOKENS, config.boundaries)
         computed = cached = 0
         for index in order:
             _, number, tenant = traffic.arrivals[index]

@@ -16,6 +16,7 @@ import numpy as np
 
 from engine.config import EngineConfig, PrefixCacheConfig
 from engine.core.batch import ModelRunner
+from engine.core.prefix_cache.snapshot_boundaries import LEAST_TOKENS
 from engine.core.request import Request
 from engine.protocol import (
     Boundary,
@@ -379,7 +380,7 @@ class Bench:
     def _check_books(self, driver: Driver, traffic: Traffic, order: Sequence[int]) -> None:
         """Check that tokens served and prefilled, and explanations of misses, follow the rules."""
         config = PrefixCacheConfig.model_validate(traffic.cache)
-        shelf = Shelf(self.specimens.image_token_id, config.min_tokens, config.boundaries)
+        shelf = Shelf(self.specimens.image_token_id, config.min_tokens or LEAST_TOKENS, config.boundaries)
         num_tokens = num_cached = 0
         misses = {miss.request_id: miss for miss in driver.core.prefix.status().recent_misses}
         for index in order:
