@@ -137,7 +137,8 @@ def incremental_greedy(lm: Any, token_ids: list[int], num_tokens: int, chunk: in
 
 def _forward(lm: Any, token_ids: list[int], cache: list[Any]) -> mx.array:
     """Return the logits [vocab] behind the tokens."""
-    positions = given_positions(lm, cache[0].offset, len(token_ids))
+    start = getattr(cache[0], "offset", 0)  # layers of states count no tokens
+    positions = given_positions(lm, start, len(token_ids))
     return lm(mx.array([token_ids], mx.int32), cache=cache, **positions).logits[0, -1]
 
 
