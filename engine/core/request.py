@@ -72,6 +72,8 @@ class Request:
     """Id of its decode group, see core/memory/grouping.py."""
     num_growth_preemptions: int = 0
     """How often it was preempted because a row outgrew its reservation."""
+    may_take_over: bool = True
+    """Whether its reservation may leave out keys and values that it will take over from the prefix cache."""
     num_restarts: int = 0
     """How often its prompt was preempted after it had begun without a cached prefix."""
     joined_s: float = 0.0

@@ -172,8 +172,14 @@ class Scheduler:
         self._stats.num_preempted += len(self._requeue(victim, reason))
 
     def readmit(self, rows: Sequence[Request]) -> None:
-        """Return a prompt in progress that has not begun to the queue, as its memory was taken by others meanwhile."""
-        self._requeue(self.prefills.in_progress.of(rows[0]))
+        """Return a prompt in progress that has not begun to the queue, as its memory was taken by others meanwhile.
+
+        No further prompt advances in this step, before the runner has dropped it. From now on the prompt's reservation
+        covers all of its tokens: what it cannot take over, it could not take over again.
+        """
+        self.prefills.step.close()
+        for row in self._requeue(self.prefills.in_progress.of(rows[0])):
+            row.may_take_over = False
 
     def _requeue(self, victim: Victim, reason: PreemptionReason | None = None) -> list[Request]:
         """Return a victim's rows to the queue, and return them. reason: None if they are not preempted for others."""

@@ -157,7 +157,7 @@ class PrefixCache:
     def assign(self, rows: Sequence[Request]) -> None:
         """Count the keys and values that a request will take over from the cache as the request's memory."""
         row = rows[0]
-        if not eligibility.may_lend(rows) or self.num_cached(row) == 0:
+        if not row.may_take_over or not eligibility.may_lend(rows) or self.num_cached(row) == 0:
             return
         key = eligibility.key_of(row, self._runner)
         node = self.store.match(key, eligibility.max_tokens(row, key), in_memory=True)

@@ -19,6 +19,7 @@ from engine.core.prefix_cache.node import SnapshotNode
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.core.prefix_cache.store import SnapshotStore
+from engine.core.request import Request
 from engine.protocol import FinishReason, PromptOrigin
 from engine.snapshot_store.files import SnapshotFiles
 from tests.engine.core.prefix_cache.lending import CHUNK, Engine, following, request, tokens
@@ -280,6 +281,28 @@ def test_a_prompt_whose_assigned_prefix_another_one_copies_first_waits_for_memor
     engine.finish_all()
     assert engine.tokens["long"] == answer(long) and engine.tokens["short"] == answer(short)
     assert engine.core.stats.num_preempted == 0
+
+
+def test_a_prompt_that_could_not_take_over_its_prefix_is_not_assigned_it_again(monkeypatch):
+    """Otherwise it would be admitted and refused for ever, in one and the same step."""
+    engine = tight(640, 3, cache={"answers": False}, clock=Clock())
+    engine.ask(FIRST)
+    prefix, next_turn = engine.core.prefix, following("next", FIRST, *tokens(2, 400))
+
+    def refuse(rows: Sequence[Request], *args: float) -> bool:
+        prefix.revoke(rows)
+        raise MemoryTaken
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prefix, "begin", refuse)
+        engine.core.add_request(next_turn)
+        engine.step()
+    (row,) = engine.core.scheduler.queued[0].rows
+    assert engine.core.scheduler.prefills.step.is_over, "the runner drops the row first"
+    prefix.assign([row])
+    assert not engine.assigned()
+    engine.finish_all()
+    assert engine.tokens["next"] == answer(next_turn)
 
 
 def test_an_assigned_segment_that_others_need_moves_to_no_row_and_is_refused_without_memory():
