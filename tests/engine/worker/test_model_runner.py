@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.core.batch import PLAIN
 from engine.core.request import Request
 from engine.protocol import EngineRequest, FinishReason
-from engine.worker import decode
+from engine.worker import decode, warm_up
 from engine.worker.kv_cache import BatchKVLayer
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.recurrent_layer import BatchRecurrentLayer
@@ -208,9 +208,11 @@ def test_warm_up_times_steps_of_several_batch_sizes_and_frees_their_memory(max_r
         monkeypatch.setattr(MLXRunner, name, noted)
     runner = load_runner(EngineConfig(max_running=max_running), shares.append)
     assert used == ["restore", "snapshot_row"], "as the first answers do"
-    warm_up = shares[shares.index(1.0) + 1 :]
-    assert warm_up[0] == 0 and warm_up[-1] == 1 and sorted(warm_up) == warm_up and len(set(warm_up)) > len(sizes) + 3
+    warming = shares[shares.index(1.0) + 1 :]
+    assert warming[0] == 0 and warming[-1] == 1 and sorted(warming) == warming and len(set(warming)) > len(sizes) + 3
     shapes = [(step.num_rows, step.drafts) for step in runner.step_times]
     assert shapes == [(num_rows, drafts) for num_rows in sizes for drafts in (PLAIN, *runner.drafts)]
     assert all(step.seconds > 0 for step in runner.step_times)
+    assert runner.snapshot_s == 0, "what a CPU caches does not depend on a measurement"
+    assert warm_up.snapshot_s(runner) > 0
     assert runner.memory()["decode_cache_bytes"] == runner.memory()["prefill_cache_bytes"] == 0
