@@ -41,7 +41,7 @@ class TemplateForms:
     accepts_parts: bool
     """Whether it accepts a list of text parts as content."""
     image_in_text: str | None = None
-    """What stands for an image in a content without parts; None: such a template gets parts with images as they are."""
+    """Text in the place of an image, for a template without parts; None: it gets contents with images unchanged."""
     argument_texts: bool = False
     """Whether it accepts the arguments of a tool call as JSON text instead of an object."""
     thought_key: str | None = "reasoning_content"

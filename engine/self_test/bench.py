@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
+from engine.core.prefix_cache.snapshot_boundaries import LEAST_TOKENS
 from engine.processing.tokenizer import ChatPrompt
 from engine.protocol import MAX_TOP_LOGPROBS, EngineRequest, ImagePatches, SamplingParams, TokenLogprobs
 from engine.self_test.agreement import UNIT_ROUNDOFF, Answer, Rounding, size_of_logits, spread
@@ -18,10 +19,9 @@ from engine.worker import device_facts
 
 DRAFTS = {"max_draft_tokens": 3, "max_rows": 8}
 PLAIN: dict[str, Any] = {"mtp": "off", "prompt_lookup": "off", "prefix_cache": {"enabled": False}}
-
-CACHING: dict[str, Any] = {"min_tokens": 16}
-"""The prefix cache of checks whose prompts are short: on a GPU they would not be worth a snapshot."""
 """Neither drafts nor prefix cache."""
+CACHING: dict[str, Any] = {"min_tokens": LEAST_TOKENS}
+"""The prefix cache of checks whose prompts are short: on a GPU they would not be worth a snapshot."""
 
 SHORTENED_PRODUCTS = 1e-5
 """With a larger error of float32 products the device shortens their inputs, as to TF32."""

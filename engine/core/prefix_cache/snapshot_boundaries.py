@@ -20,9 +20,12 @@ def least_tokens(snapshot_s: float, costs: CostModel) -> int:
         snapshot_s: Seconds of taking a snapshot and restoring it.
         costs: Predicts the seconds of computing tokens.
     """
+    if not snapshot_s:
+        return LEAST_TOKENS
     token_s = (costs.chunk_s(MOST_LEAST_TOKENS, 0) - costs.chunk_s(1, 0)) / (MOST_LEAST_TOKENS - 1)
-    worth = math.ceil(snapshot_s / token_s) if token_s * MOST_LEAST_TOKENS > snapshot_s else MOST_LEAST_TOKENS
-    return max(LEAST_TOKENS, worth) if snapshot_s else LEAST_TOKENS
+    if snapshot_s >= token_s * MOST_LEAST_TOKENS:
+        return MOST_LEAST_TOKENS
+    return max(LEAST_TOKENS, math.ceil(snapshot_s / token_s))
 
 
 def choose_boundaries(

@@ -201,7 +201,7 @@ def test_a_row_goes_on_from_a_snapshot_at_any_boundary(lm, token_ids, expected, 
 
 
 def test_a_row_goes_on_from_snapshots_that_another_node_sent(lm, token_ids, expected):
-    """Of prefixes of other lengths than the snapshot that tells the shapes, which has no entry of 128 tokens."""
+    """The prefixes differ in length from the snapshot that gives the shapes, which has no entry of 128 tokens."""
     model, ids = LanguageModel(lm), token_ids[0]
     [like] = snapshots(model, token_ids[2], [2])
     parent = None
