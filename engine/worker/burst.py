@@ -235,12 +235,38 @@ class BurstPrefill:
         first, *others = [self._padded_states(padding_id) for padding_id in PADDING_IDS]
         if not all(mx.array_equal(*pair).item() for other in others for pair in zip(first, other, strict=True)):
             return False
-        wider = self._padded_states(PADDING_IDS[0], MORE_PADDING)
-        layer = next(layer for layer in self._language_model.make_cache() if isinstance(layer, ArraysCache))
-        is_exact = all(state.dtype == mx.float32 for state in first)
+        return self._differ_by_rounding(first, self._padded_states(PADDING_IDS[0], MORE_PADDING))
+
+    @cached_property
+    def begins_with_zeros(self) -> bool:
+        """Whether recurrent layers begin a prompt as if its states were zeros; computes two short forwards.
+
+        RecurrentGemma does not normalize the input of a prompt's first token, but that of any token behind a state.
+        """
+        if not any(isinstance(layer, ArraysCache) for layer in self._language_model.make_cache()):
+            return True
+        begun = self._states_of_a_token(None)
+        return self._differ_by_rounding(begun, self._states_of_a_token([mx.zeros_like(state) for state in begun]))
+
+    def _states_of_a_token(self, states: Sequence[mx.array] | None) -> list[mx.array]:
+        """Return the recurrent states after one token behind the given ones, None for those of a new prompt."""
+        caches = self._language_model.make_cache()
+        recurrent: list[Any] = [layer for layer in caches if isinstance(layer, ArraysCache)]
+        if states is not None:
+            left = iter(states)
+            for layer in recurrent:
+                layer.cache = [next(left) for _ in layer.cache]
+        positions = np.zeros((3, 1, 1), np.int32)
+        self._language_model.extend(mx.array([[3]]), None, self._layers([caches], [1]), positions, launch=False)
+        return [slot for layer in recurrent for slot in layer.cache]
+
+    def _differ_by_rounding(self, states: Sequence[mx.array], others: Sequence[mx.array]) -> bool:
+        """Return whether recurrent states of all layers differ by no more than rounding; see `skips_padding`."""
+        first = next(layer for layer in self._language_model.make_cache() if isinstance(layer, ArraysCache))
+        is_exact = all(state.dtype == mx.float32 for state in states)
         return all(
-            _nearly_equal(*pair, ROUNDING if is_exact or i < len(layer.cache) else DEEP_ROUNDING)
-            for i, pair in enumerate(zip(first, wider, strict=True))
+            _nearly_equal(*pair, ROUNDING if is_exact or i < len(first.cache) else DEEP_ROUNDING)
+            for i, pair in enumerate(zip(states, others, strict=True))
         )
 
     def _padded_states(self, padding_id: int, num_more: int = 0) -> list[mx.array]:
@@ -258,7 +284,8 @@ class BurstPrefill:
     def advance(self, prompts: Sequence[Prompt], lengths: Sequence[int], padding_id: int = 0) -> mx.array | None:
         """Compute the next tokens of each prompt in one forward, evaluated. If it raises, all of the prompts are lost.
 
-        Where recurrent layers do not skip padding, it is one forward per distinct length.
+        Where recurrent layers do not skip padding, it is one forward per distinct length, and where they do not begin
+        with zeros, prompts that begin are computed apart from those that continue.
 
         Args:
             prompts: Prompts of text only.
@@ -268,14 +295,18 @@ class BurstPrefill:
         Returns:
             Logits [E, 1, vocab] of the last token of each of the E complete prompts; None without one.
         """
+        has_begun = [prompt.done > 0 and not self.begins_with_zeros for prompt in prompts]
         logits: dict[int, mx.array] = {}
-        done = 0
-        for end in [max(lengths)] if self.skips_padding else sorted(set(lengths)):
-            rows = [i for i, length in enumerate(lengths) if length > done]
-            own = [min(lengths[i], end) - done for i in rows]
-            found = self._forward([prompts[i] for i in rows], own, padding_id)
-            logits |= {i: each for i, each in zip(rows, found, strict=True) if each is not None}
-            done = end
+        for begun in sorted(set(has_begun)):
+            group = [i for i, each in enumerate(has_begun) if each == begun]
+            done = 0
+            longest = max(lengths[i] for i in group)
+            for end in [longest] if self.skips_padding else sorted({lengths[i] for i in group}):
+                rows = [i for i in group if lengths[i] > done]
+                own = [min(lengths[i], end) - done for i in rows]
+                found = self._forward([prompts[i] for i in rows], own, padding_id)
+                logits |= {i: each for i, each in zip(rows, found, strict=True) if each is not None}
+                done = end
         return mx.concatenate([logits[i] for i in sorted(logits)]) if logits else None
 
     def _forward(self, prompts: Sequence[Prompt], lengths: Sequence[int], padding_id: int) -> list[mx.array | None]:

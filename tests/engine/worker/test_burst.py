@@ -273,3 +273,12 @@ def test_a_family_is_known_to_skip_padding_in_low_precision_too(family, expected
     module = loader.load(EngineConfig(model=str(path), dtype="bfloat16"), lambda progress: None).module
     patches.install(decodes=True)
     assert BurstPrefill(LanguageModel(module.language_model), None).skips_padding == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("family", "expected"), [("qwen3_5", True), ("mamba2", True), ("recurrent_gemma", False)])
+def test_a_family_is_known_to_begin_prompts_with_states_of_zeros(family, expected, dtype, tmp_path):
+    path = make(tmp_path / "model", FAMILIES[family])
+    module = loader.load(EngineConfig(model=str(path), dtype=dtype), lambda progress: None).module
+    patches.install(decodes=True)
+    assert BurstPrefill(LanguageModel(module.language_model), None).begins_with_zeros == expected
