@@ -91,7 +91,9 @@ def _model(head: Checkpoint, own: Checkpoint, link: Link) -> Line:
     if not head.fingerprint:
         return Line(name, False, "it is not on the head", f"on the head: {remedy}")
     if not own.fingerprint:
-        return Line(name, False, f"it is not on this machine ({_gib(head.num_bytes)})", remedy)
+        seconds = head.num_bytes / link.bytes_per_s
+        text = f"not on this machine; {_gib(head.num_bytes)} will be copied from the head, in about {seconds:.0f} s"
+        return Line(name, True, text)
     if head.revision is None and not is_folder:
         remedy += ", if the head has the newest revision; else set engine.revision"
     return _equal(name, head.fingerprint, own.fingerprint, remedy)

@@ -10,12 +10,13 @@ from urllib.parse import urlencode
 from deployments.cluster import ports
 from deployments.cluster.certificates import new_key, signing_request
 from deployments.cluster.comparison import Line, Link, compare
-from deployments.cluster.facts import Facts, read_facts
+from deployments.cluster.facts import Checkpoint, Facts, read_facts
 from deployments.cluster.folder import ClusterFolder
 from deployments.cluster.issuing import SIGN_PATH, write_certificate
 from deployments.cluster.join_server import FACTS_PATH, TRANSFER_BYTES, TRANSFER_PATH
 from deployments.cluster.join_token import JoinToken
 from deployments.cluster.ledger import Machine, machines_of, write_machines
+from deployments.cluster.model_files import FILES_PATH, PIECE_BYTES, PIECE_PATH, ModelFile, ModelFiles
 from deployments.cluster.mutual_tls import ClientTls, GuestTls, NotAdmitted, fetch_authority
 from deployments.cluster.proof_client import TIMEOUT_S, NoAnswer, NotOfCluster, ProofClient, tls_reason
 
@@ -111,6 +112,19 @@ class HeadClient:
         self._ask(TRANSFER_PATH, TRANSFER_BYTES)
         return TRANSFER_BYTES / (time.monotonic() - began)
 
+    def model_files(self, model: Checkpoint) -> ModelFiles:
+        """Ask for the files of a model that the cluster serves. Raises HeadRefused."""
+        body, _ = self._ask(f"{FILES_PATH}?{urlencode(_named(model))}", MAX_ANSWER_BYTES)
+        try:
+            return ModelFiles.of_json(json.loads(body))
+        except (ValueError, KeyError, TypeError) as error:
+            raise HeadRefused(f"{self._client} does not tell the files of {model.model} ({error!r})") from None
+
+    def model_piece(self, model: Checkpoint, file: ModelFile, start: int) -> bytes:
+        """Ask for up to PIECE_BYTES of a file from byte `start` on. Raises HeadRefused."""
+        fields = {**_named(model), "file": file.name, "start": start, "changed_ns": file.changed_ns}
+        return self._ask(f"{PIECE_PATH}?{urlencode(fields)}", PIECE_BYTES)[0]
+
     def _ask(self, path: str, most: int) -> tuple[bytes, str]:
         """Return the answer to a question, and this machine's address on the way."""
         try:
@@ -167,6 +181,10 @@ def enrol(folder: ClusterFolder, head: HeadClient, token: JoinToken | None, addr
     write_certificate(folder, got.key, got.certificate)
     write_machines(folder, got.machines)
     folder.write_token(got.token)
+
+
+def _named(model: Checkpoint) -> dict[str, str]:
+    return {"model": model.model} | ({"revision": model.revision} if model.revision else {})
 
 
 def _host_and_port(head: str) -> tuple[str, int]:

@@ -1,6 +1,7 @@
 """The questions of `orchard join`, which the head answers at a port of its own. The facts are no secret.
 
-With TLS, they and a certificate are given to guests as well: machines without a certificate that have the head's token.
+With TLS, they, the models' files and a certificate are given to guests as well: machines without a certificate that
+have the head's token.
 """
 
 import json
@@ -9,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deployments.cluster.issuing import SIGN_PATH
+from deployments.cluster.model_files import FILES_PATH, PIECE_PATH
 from deployments.cluster.mutual_tls import AUTHORITY_PATH, MachineTls
 from deployments.cluster.proof_server import Answer, Guests, ProofServer, Question
 
@@ -52,6 +54,7 @@ class JoinServer(ProofServer):
         guests = None
         if guest_secret is not None:
             shown = {AUTHORITY_PATH: authority.encode()}
-            guests = Guests(frozenset((FACTS_PATH, TRANSFER_PATH, SIGN_PATH)), guest_secret, shown)
+            paths = frozenset((FACTS_PATH, TRANSFER_PATH, FILES_PATH, PIECE_PATH, SIGN_PATH))
+            guests = Guests(paths, guest_secret, shown)
         answers = {FACTS_PATH: tell, TRANSFER_PATH: transfer, **(more or {})}
         super().__init__(host, port, token, answers, tls, guests)

@@ -1,4 +1,4 @@
-"""Join a cluster: compare this machine with the head, line by line, then start Ray and wait for the engine here."""
+"""Join a cluster: compare this machine with the head, copy its models, then start Ray and wait for the engine here."""
 
 import argparse
 import os
@@ -12,13 +12,14 @@ from deployments.cluster.folder import HEAD_LOCK, ClusterFolder, FolderError
 from deployments.cluster.join_client import HeadAnswer, HeadClient, HeadRefused, compare_with_head, enrol, guest_client
 from deployments.cluster.join_token import BadToken, JoinToken, read_join_token
 from deployments.cluster.membership import Membership, read_membership
+from deployments.cluster.model_copy import CannotCopy, copy_model, missing_models
 from deployments.cluster.mutual_tls import machine_tls
 from deployments.cluster.own_address import NoAddress, own_address
 from deployments.cluster.ray_node import contradiction_in, set_variables
 from deployments.commands.connection import KEY_VARIABLE, Connection, Refused, Unreachable
 from deployments.commands.member_process import OUTPUT, MemberSettings, start_agent
 from deployments.commands.nodes import show_nodes
-from deployments.commands.output import CommandError, UsageError, say, show, show_json
+from deployments.commands.output import CommandError, UsageError, bytes_progress, say, show, show_json, size
 from deployments.commands.staying import leave_at_stop, stay
 from deployments.serve_run.environment import raise_open_files, set_defaults
 from engine.process_lock import holder_of
@@ -88,8 +89,9 @@ def run(options: argparse.Namespace) -> int:
     if options.check:
         return 0
     try:
+        _copy_models(head, answer)
         enrol(folder, head, token, address)
-    except (FolderError, HeadRefused) as error:
+    except (CannotCopy, FolderError, HeadRefused) as error:
         raise CommandError(str(error)) from None
     _start(folder, answer, address, options)
     member = read_membership(folder)
@@ -138,6 +140,17 @@ def _show(lines: list[Line], as_json: bool) -> None:
         if not line.is_green:
             show(f"  {'':<{width}}  → {line.remedy}")
     sys.stdout.flush()
+
+
+def _copy_models(head: HeadClient, answer: HeadAnswer) -> None:
+    """Copy the models that are missing here, and show the progress. Raises CannotCopy, HeadRefused."""
+    for model in missing_models(answer.facts.checkpoints):
+        say(f"Copying {model.model} from the head, {size(model.num_bytes)}; Ctrl-C stops, the same command continues.")
+        try:
+            with bytes_progress(model.num_bytes) as advance:
+                say(f"It is in {copy_model(head, model, advance)}.")
+        except HeadRefused as error:
+            raise HeadRefused(f"{error}. The same command continues the copy") from None
 
 
 def _start(folder: ClusterFolder, answer: HeadAnswer, address: str, options: argparse.Namespace) -> None:

@@ -25,6 +25,7 @@ from deployments.cluster.headship import Headship, read_headship
 from deployments.cluster.join_client import HeadClient, HeadRefused, compare_with_head
 from deployments.cluster.members import Report
 from deployments.cluster.membership import Membership, read_membership, write_membership
+from deployments.cluster.model_copy import missing_models
 from deployments.cluster.mutual_tls import machine_tls
 from deployments.cluster.proof_client import Revoked
 from deployments.cluster.proof_server import ProofServer
@@ -217,10 +218,14 @@ class MemberProcess:
         """Return why this machine may not join the head; None if it may."""
         head = HeadClient(self._watch.headship.address, self._folder.token(), ASK_S, self._tls)
         try:
-            lines = compare_with_head(head, head.facts(), self._settings.address)
+            answer = head.facts()
+            lines = compare_with_head(head, answer, self._settings.address)
         except HeadRefused as refused:
             return str(refused)
-        return "; ".join(f"{line.name}: {line.text}" for line in lines if not line.is_green) or None
+        found = [f"{line.name}: {line.text}" for line in lines if not line.is_green]
+        for model in missing_models(answer.facts.checkpoints):
+            found.append(f"{model.model} is not on this machine; `orchard leave` and `orchard join` copy it")
+        return "; ".join(found) or None
 
     def _report(self) -> Report:
         if not self._node_id and self._membership is not None:

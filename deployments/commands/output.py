@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 PIPE_COLUMNS = 160
@@ -42,6 +43,23 @@ def size(num_bytes: int) -> str:
     if abs(num_bytes) < 2**30:
         return f"{num_bytes / 2**20:.0f} MiB"
     return f"{num_bytes / 2**30:.2f} GiB"
+
+
+@contextmanager
+def bytes_progress(total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on standard error, if that is a terminal, while bytes come; yields what adds some to it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns: tuple[Any, ...] = (
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda num_bytes: progress.advance(task, num_bytes)
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> None:

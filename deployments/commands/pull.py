@@ -5,12 +5,11 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from deployments.commands.models_on_disk import hub_folder
-from deployments.commands.output import CommandError, say, show, show_json, size
+from deployments.commands.output import CommandError, bytes_progress, say, show, show_json, size
 from engine.config import EngineConfig
 from engine.processing.checkpoint import CONFIG_PATTERNS, WEIGHT_PATTERNS, is_local, resolve_checkpoint
 from engine.protocol import EngineFailed
@@ -135,21 +134,14 @@ def _download(model: str, revision: str | None, missing: int) -> Path:
 
 def _show_progress(thread: threading.Thread, blobs: Path, before: int, missing: int) -> None:
     """Run the thread, and show how the files grow."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns: Sequence[Any] = (
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("", total=missing)
+    with bytes_progress(missing) as advance:
         thread.start()
+        shown = 0
         while thread.is_alive():
             thread.join(POLL_S)
-            progress.update(task, completed=min(missing, max(0, _bytes_in(blobs) - before)))
+            here = min(missing, max(0, _bytes_in(blobs) - before))
+            advance(here - shown)
+            shown = here
 
 
 def _bytes_in(folder: Path) -> int:

@@ -28,6 +28,7 @@ from deployments.cluster.join_server import JoinServer
 from deployments.cluster.join_token import read_join_token
 from deployments.cluster.log_copy import age_text
 from deployments.cluster.membership import read_membership
+from deployments.cluster.model_files import ModelSource
 from deployments.cluster.own_address import NoAddress, own_address
 from deployments.cluster.ray_node import (
     RECONNECT_S,
@@ -52,7 +53,6 @@ from deployments.serve_run.head_secrets import (
 )
 from deployments.serve_run.stop import say
 from engine.process_lock import LockHeld, ProcessLock
-from engine.processing.checkpoint import draft_of
 
 LEFTOVER_S = 30.0
 """Time for the processes of an earlier start, which end by themselves, to do so."""
@@ -222,7 +222,7 @@ class Head:
                 ports.JOIN,
                 self._secrets.token,
                 self._facts,
-                self._service.answers(),
+                {**self._service.answers(), **ModelSource(self._models).answers()},
                 self._secrets.tls,
                 self._secrets.authority,
                 partial(guest_secret, self._folder),
@@ -306,8 +306,11 @@ class Head:
         scorer = {"mlx_scorer": 1.0} if self._config.args.resolved().spec_prefill.enabled else {}
         return {"mlx": 1.0, **scorer}
 
+    def _models(self) -> list[tuple[str, str | None]]:
+        return _models(self._config.args.resolved())
+
     def _facts(self) -> dict[str, Any]:
-        facts = read_facts(_models(self._config.args.resolved()))
+        facts = read_facts(self._models())
         return {
             "facts": facts.as_json(),
             "gcs": self.address,
@@ -394,13 +397,15 @@ def _listed(versions: Mapping[str, str]) -> str:
 
 
 def _models(args: AppArgs) -> list[tuple[str, str | None]]:
-    """Return name and revision of each model that a node loads."""
+    """Return name and revision of each model that a node loads; the demo's draft belongs to Orchard's own files."""
     engine, scorer = args.engine, args.spec_prefill
     models = [(engine.model, engine.revision)]
-    if engine.draft_model is not None:
-        models.append((draft_of(engine.draft_model.model), engine.draft_model.revision))
-    if scorer.enabled:
-        models.append((draft_of(scorer.draft_model), scorer.draft_revision))
+    if engine.mtp_head is not None:
+        models.append((engine.mtp_head, None))
+    if engine.draft_model is not None and engine.draft_model.model != "demo":
+        models.append((engine.draft_model.model, engine.draft_model.revision))
+    if scorer.enabled and scorer.draft_model not in (None, "demo"):
+        models.append((scorer.draft_model, scorer.draft_revision))
     return models
 
 

@@ -77,12 +77,6 @@ def test_equal_machines_have_only_green_lines():
             "set engine.revision",
         ),
         (
-            model(MODEL, replace(MODEL, fingerprint="", num_bytes=0)),
-            "model org/model",
-            "not on this machine (20.0 GiB)",
-            "orchard pull org/model --revision abc",
-        ),
-        (
             model(replace(MODEL, model="/m/x"), replace(MODEL, model="/m/x", fingerprint="0" * 32)),
             "model /m/x",
             "000",
@@ -104,4 +98,11 @@ def test_each_difference_is_one_red_line_with_its_remedy(change: Change, name: s
 def test_a_model_that_is_missing_needs_its_space_on_the_disk():
     head, here = FACTS, replace(FACTS, checkpoints=(replace(MODEL, fingerprint="", num_bytes=0),))
     names = [line.name for line in red(compare(head, replace(here, free_disk_bytes=21 * GIB), LINK))]
-    assert names == ["model org/model", "disk"]
+    assert names == ["disk"]
+
+
+def test_a_model_that_is_missing_is_announced_with_the_time_that_copying_it_takes():
+    here = replace(FACTS, checkpoints=(replace(MODEL, fingerprint="", num_bytes=0),))
+    (line,) = [line for line in compare(FACTS, here, LINK) if line.name == "model org/model"]
+    assert line.is_green
+    assert line.text == "not on this machine; 20.0 GiB will be copied from the head, in about 215 s"

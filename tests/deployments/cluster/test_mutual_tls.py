@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from deployments.cluster import ports, proof_server
@@ -20,6 +21,7 @@ from deployments.cluster.certificates import (
     new_key,
     signing_request,
 )
+from deployments.cluster.facts import read_checkpoint
 from deployments.cluster.folder import ClusterFolder, FolderError
 from deployments.cluster.head_service import LOG_PATH, MEMBER_PATH
 from deployments.cluster.issuing import SIGN_PATH, read_authority, write_certificate
@@ -97,6 +99,23 @@ def test_a_guest_gets_only_what_joining_needs(head: TlsHead):
                 client.ask(path, 2**20)
     with pytest.raises(NotOfCluster, match="the token is not that"):
         ProofClient(HEAD, ports.JOIN, head.folder.token(), tls=guest).ask(FACTS_PATH, 2**20)
+
+
+def test_a_guest_with_the_token_copies_the_model_and_one_without_it_gets_no_file(head: TlsHead, tmp_path: Path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    mx.save_safetensors(str(folder / "model.safetensors"), {"weight": mx.ones((8, 8))})
+    (folder / "config.json").write_text("{}")
+    head.models = [(str(folder), None)]
+    model = read_checkpoint(str(folder), None)
+    guest = guest_client(head.address, head.join_token)
+    files = {file.name: guest.model_piece(model, file, 0) for file in guest.model_files(model).files}
+    assert files == {path.name: path.read_bytes() for path in folder.iterdir()}
+    stranger = guest_client(head.address, JoinToken("0" * 64, head.join_token.fingerprint))
+    with pytest.raises(HeadRefused, match="the token is not that of this cluster"):
+        stranger.model_files(model)
+    with pytest.raises(HeadRefused, match="the token is not that of this cluster"):
+        stranger.model_piece(model, guest.model_files(model).files[0], 0)
 
 
 def test_a_certificate_is_issued_only_for_the_address_that_asks(head: TlsHead):

@@ -14,6 +14,7 @@ from deployments.cluster.join_client import HeadClient, enrol, guest_client
 from deployments.cluster.join_server import JoinServer
 from deployments.cluster.join_token import JoinToken, read_join_token
 from deployments.cluster.members import Report
+from deployments.cluster.model_files import ModelSource
 from deployments.cluster.mutual_tls import MachineTls, machine_tls
 from deployments.cluster.proof_client import ProofClient
 from deployments.serve_run.head_secrets import guest_secret, head_secrets
@@ -28,6 +29,7 @@ class TlsHead:
     """A head, with an empty log."""
 
     def __init__(self, directory: Path):
+        self.models: list[tuple[str, str | None]] = []
         self.folder = ClusterFolder(directory)
         self.folder.make()
         secrets = head_secrets(self.folder, HEAD, has_tls=True)
@@ -38,7 +40,7 @@ class TlsHead:
             ports.JOIN,
             secrets.token,
             self._facts,
-            self.service.answers(),
+            {**self.service.answers(), **ModelSource(lambda: self.models).answers()},
             secrets.tls,
             secrets.authority,
             partial(guest_secret, self.folder),
