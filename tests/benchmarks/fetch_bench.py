@@ -6,13 +6,16 @@ Both nodes are in this process, over loopback, so that they share its cores and 
 MiB. `first token` is that of a second turn of --tokens tokens, at an engine that computes its first turn, fetches it
 from another engine, or reads it from its own files. `longest pause` is between two tokens of a row: alone, while its
 engine fetches or reads the prefix of another prompt, and while its engine serves files to another one. Transfers are
-forced, whatever they are predicted to take. The models have random weights and are small: the seconds of computing grow
+forced, whatever they are predicted to take. --link RATE (of tc, such as 1gbit; needs root) runs all of it in a network
+namespace whose loopback has that rate. The models have random weights and are small: the seconds of computing grow
 with the model, those of fetching with the bytes of its tokens.
 """
 
 import argparse
 import asyncio
+import os
 import random
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -49,6 +52,14 @@ SHARING = Sharing("127.0.0.1", b"benchmark")
 NUM_NEW = 64
 NUM_WORDS = 500  # fewer than the vocabularies of the models
 ENOUGH = 1 << 50
+INSIDE = "FETCH_BENCH_LINK"
+"""Variable of the environment in the namespace."""
+SHAPED = """ip link set lo up
+tc qdisc add dev lo root handle 1: htb default 1 r2q 1000
+tc class add dev lo parent 1: classid 1:1 htb rate "$0" burst 1mb
+exec "$@"
+"""
+"""A program of the shell that shapes loopback to a rate, then runs a command."""
 
 
 def transfer(directory: Path, mib: int, rounds: int) -> Spread:
@@ -192,8 +203,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of the second turn")
     parser.add_argument("--mib", type=int, default=256, help="of the file of `transfer`")
     parser.add_argument("--directory", default=None, help="where files are written; default: the temporary directory")
+    parser.add_argument("--link", metavar="RATE", help="rate of the link, such as 1gbit; default: that of loopback")
     args = parser.parse_args()
+    if args.link is not None and os.environ.get(INSIDE) != args.link:
+        os.environ[INSIDE] = args.link
+        os.execvp(
+            "unshare", ["unshare", "--net", "sh", "-ec", SHAPED, args.link, sys.executable, "-m", *sys.orig_argv[2:]]
+        )
     print(heading("Prefixes from another node"))
+    print(f"link: {args.link or 'loopback'}\n")
     with tempfile.TemporaryDirectory(dir=args.directory) as made:
         directory = Path(made)
         print(f"transfer of {args.mib} MiB: {transfer(directory, args.mib, args.rounds):.2f} GB/s\n")

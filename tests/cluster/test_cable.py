@@ -51,7 +51,7 @@ def ask_all(three: list[Member], seconds: float) -> list[list[Answer | Exception
     return [outcomes(futures) for futures in asked]
 
 
-@pytest.mark.parametrize("seconds", [5, 15])
+@pytest.mark.parametrize("seconds", [5, 15, 60])
 def test_a_cable_that_is_out_for_a_while_costs_no_answer_of_the_other_machines(
     three: list[Member], seconds: int, capsys: pytest.CaptureFixture[str]
 ):
