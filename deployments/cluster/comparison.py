@@ -90,6 +90,8 @@ def _model(head: Checkpoint, own: Checkpoint, link: Link) -> Line:
     remedy = copied if is_folder else f"orchard pull {head.model}{revision}"
     if not head.fingerprint:
         return Line(name, False, "it is not on the head", f"on the head: {remedy}")
+    if not own.fingerprint and head.model[0] == ".":
+        return Line(name, False, "not on this machine, and named by a path relative to the working directory", copied)
     if not own.fingerprint:
         seconds = head.num_bytes / link.bytes_per_s
         text = f"not on this machine; {_gib(head.num_bytes)} will be copied from the head, in about {seconds:.0f} s"

@@ -83,6 +83,12 @@ def test_equal_machines_have_only_green_lines():
             "rsync -a 192.168.1.10:/m/x/ /m/x/",
         ),
         (
+            model(replace(MODEL, model="./x"), replace(MODEL, model="./x", fingerprint="", num_bytes=0)),
+            "model ./x",
+            "named by a path relative to the working directory",
+            "rsync -a 192.168.1.10:./x/ ./x/",
+        ),
+        (
             model(replace(MODEL, fingerprint=""), replace(MODEL, fingerprint="")),
             "model org/model",
             "not on the head",
