@@ -129,6 +129,8 @@ def _content(schema: dict[str, Any], operation: Operation) -> dict[str, Any]:
 def _responses(operation: Operation, streams: bool, dialect: Dialect) -> dict[str, Any]:
     is_json = operation.media_type == "application/json"
     content: dict[str, Any] = {operation.media_type: {"schema": {"type": "object" if is_json else "string"}}}
+    if operation.text_for_programs:
+        content["text/plain"] = {"schema": {"type": "string"}}
     if streams:
         content[dialect.stream_type] = {"schema": {"type": "string"}}
     ref = REF_TEMPLATE.format(model=dialect.errors.schema_name)

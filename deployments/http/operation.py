@@ -27,6 +27,8 @@ class Operation:
     """A valid body."""
     media_type: str = "application/json"
     """Content type of the answer. A body model with `stream` adds that of the dialect's streams."""
+    text_for_programs: bool = False
+    """Whether a program that does not accept `media_type` gets plain text."""
 
     @property
     def described_path(self) -> str:

@@ -102,7 +102,7 @@ class WebPage:
     def operations(self) -> tuple[Operation, ...]:
         page, files = "Show the page: chat, and the state of the server.", PAGE_FILES + "{file:path}"
         return (
-            Operation("GET", PAGE_PATH, self.index, page, media_type="text/html"),
+            Operation("GET", PAGE_PATH, self.index, page, media_type="text/html", text_for_programs=True),
             Operation("GET", files, self.file, "Return a file of the page.", media_type="text/javascript"),
         )
 

@@ -34,6 +34,9 @@ def bounded(body: Any, path: str) -> Any:
     return {budget: 4, **body, **lowered}
 
 
+OF_RERANKERS = ("/v1/rerank", "/v1/score")
+
+
 @pytest.fixture(scope="module")
 def operations(http: httpx.Client, base_url: str) -> "list[APIOperation]":
     import schemathesis
@@ -85,6 +88,7 @@ def test_every_operation_answers_as_the_document_says(
 
 
 def test_every_example_of_the_document_is_answered(http: httpx.Client):
+    """Those of rerankers are refused with the reason: the demo is none (deployments/http/openai/test_rerank.py)."""
     document = http.get("/openapi.json").raise_for_status().json()
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
@@ -93,4 +97,7 @@ def test_every_example_of_the_document_is_answered(http: httpx.Client):
             examples += [example["value"] for example in content.get("examples", {}).values()]
             for example in examples:
                 response = http.request(method, path, json=example)
+                if path in OF_RERANKERS:
+                    assert response.status_code == 400 and "scores no documents" in response.text
+                    continue
                 assert response.is_success, f"{method} {path}: {response.text[:300]}"
