@@ -34,7 +34,7 @@ def bounded(body: Any, path: str) -> Any:
     return {budget: 4, **body, **lowered}
 
 
-OF_RERANKERS = ("/v1/rerank", "/v1/score")
+OF_RERANKERS = ("/rerank", "/score")
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_every_example_of_the_document_is_answered(http: httpx.Client):
             examples += [example["value"] for example in content.get("examples", {}).values()]
             for example in examples:
                 response = http.request(method, path, json=example)
-                if path in OF_RERANKERS:
+                if path.endswith(OF_RERANKERS):
                     assert response.status_code == 400 and "scores no documents" in response.text
                     continue
                 assert response.is_success, f"{method} {path}: {response.text[:300]}"
