@@ -96,6 +96,11 @@ class _SelectedStates:
         return getattr(self._layers, name)
 
 
+OTHER_VERIFIERS = ("_batch_invariant_decode", "_speculative_verify_hidden")
+"""Methods of families whose exact verifier is not used: Qwen4's returns the hidden states before the last mixer, and
+HY V4's computes the drafts one by one."""
+
+
 def config_of(language_model: Any) -> Any:
     """Return the configuration of the library's language model, by the name that the family gives it."""
     found = getattr(language_model, "args", None) or getattr(language_model, "config", None)
@@ -131,9 +136,9 @@ class LanguageModel:
         self.exact: MTPExact = exact
         self._has_head = has_head and layer_outputs is None
         self._layer_outputs = layer_outputs
-        self._returns_hidden = hasattr(language_model, "speculative_logits_from_hidden") and not hasattr(
-            language_model, "_batch_invariant_decode"
-        )  # Qwen4 returns the states before its last mixer
+        self._returns_hidden = hasattr(language_model, "speculative_logits_from_hidden") and not any(
+            hasattr(language_model, name) for name in OTHER_VERIFIERS
+        )
 
     @cached_property
     def explicit_positions(self) -> bool:

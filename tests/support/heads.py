@@ -15,19 +15,25 @@ from mlx_vlm.speculative.drafters.eagle3.eagle3 import Eagle3DraftModel
 from engine.worker.heads.eagle3 import eagle3_config
 from engine.worker.heads.nextn import NEXTN_FORMATS, NextnHead
 from engine.worker.heads.qwen import QWEN_FORMATS
+from tests.support.indexed_heads import hy_v4_module, published_hy_v4, published_qwen4, qwen4_module
 from tests.support.zoo import drawn, new_module
 
 
 def write_head(model_dir: Path, seed: int = 0) -> Path:
     """Write a random head that fits a checkpoint into a directory of its own, `<model>-mtp`; return it.
 
-    Those of Qwen have the split form, those with another layer of the target the published one.
+    Those of Qwen3 and of HY V4, which is published with 8 bits, have the split form, the others the published one.
     """
     config = json.loads((model_dir / "config.json").read_text())
     out = model_dir.parent / f"{model_dir.name}-mtp"
     out.mkdir()
     if config["model_type"] in NEXTN_FORMATS:
         weights, head_config = dict(_published_layer(config, seed)), config
+    elif config["model_type"] == "qwen4_exp":
+        weights, head_config = published_qwen4(_drawn(qwen4_module(config), seed)), config
+    elif config["model_type"] == "hy_v4":
+        weights = _drawn(hy_v4_module(config), seed)
+        head_config = {"model_type": "hy_v4_mtp", "text_config": config}
     else:
         text_config = QWEN_FORMATS[config["model_type"]].splitter().read_text_config(config)
         head_config = {"model_type": "qwen3_5_mtp", "text_config": text_config | {"mtp_num_hidden_layers": 1}}
@@ -125,6 +131,15 @@ def write_eagle3(model_dir: Path, for_sglang: bool, draft_vocab_size: int | None
     mx.save_safetensors(str(out / "model.safetensors"), weights, metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(head_config))
     return out
+
+
+def write_published_hy_v4(out: Path, config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
+    """Write a random head of HY V4 as published; return it by the names of the library's module, in float32."""
+    weights = _drawn(hy_v4_module(config), seed)
+    out.mkdir()
+    mx.save_safetensors(str(out / "model.safetensors"), dict(published_hy_v4(weights)), metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config))
+    return weights
 
 
 def put_into_checkpoint(model_dir: Path) -> None:

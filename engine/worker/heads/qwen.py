@@ -58,14 +58,13 @@ class QwenFormat:
     tensors = "mtp.*"
 
     def is_in(self, model_dir: Path) -> bool:
-        splitter = self.splitter()
-        text_config = splitter.read_text_config(read_config(model_dir))
-        return any(True for _ in splitter.iter_selected(model_dir, text_config))
+        return has_tensors(model_dir, self.splitter)
 
     def load(self, head_dir: Path, language_model: Any) -> Head:
-        config, weights = self._read(head_dir)
+        splitters = {family: one.splitter for family, one in QWEN_FORMATS.items()}
+        config, weights = read_head(head_dir, self.split_types, splitters)  # norms as gains, as in a split head
         head_config = ModelConfig.from_dict(copy.deepcopy(config))  # from_dict edits its argument
-        check_fit(_identity(head_config.text_config), _identity(language_model.args), head_dir)
+        check_fit(identity(head_config.text_config), identity(language_model.args), head_dir)
         section = text_section(config)
         try:
             reference = arithmetic_reference(config)
@@ -75,17 +74,6 @@ class QwenFormat:
         # Not mlx_vlm's load_model: it drops modules without tensors instead of refusing (0.7.10, utils.py).
         head: Any = load_model_weights(QwenHead(head_config), config, weights, head_dir, lazy=True)
         return head
-
-    def _read(self, head_dir: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
-        """Read configuration and tensors of the head, with norms as gains; a split head has them in this form."""
-        config = read_config(head_dir)
-        family = config.get("model_type")
-        if family == SPLIT_TYPE:
-            return config, split_tensors(head_dir)
-        if family not in QWEN_FORMATS:
-            expected = ", ".join((SPLIT_TYPE, *QWEN_FORMATS))
-            raise EngineFailed(f"the MTP head in {head_dir}: model_type is {family!r}, expected one of {expected}")
-        return QWEN_FORMATS[family].splitter().prepare(head_dir)
 
     def check_values(self, head: Head) -> None:
         """Check the norms: with wrong ones a head loads and drafts, but almost nothing is accepted.
@@ -107,6 +95,36 @@ QWEN_FORMATS: dict[str, QwenFormat] = {
 """By the model_type of a checkpoint."""
 
 
+def has_tensors(model_dir: Path, splitter: type[MTPSplitter]) -> bool:
+    """Return whether a checkpoint has tensors that the library's splitter takes for those of a head."""
+    reader = splitter()
+    text_config = reader.read_text_config(read_config(model_dir))
+    return any(True for _ in reader.iter_selected(model_dir, text_config))
+
+
+def read_head(
+    head_dir: Path, split_types: tuple[str, ...], splitters: dict[str, type[MTPSplitter]]
+) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    """Return configuration and lazy tensors of a head, by the names of the library's module.
+
+    Args:
+        head_dir: A split head, or a checkpoint of a family whose splitter is given.
+        split_types: See HeadFormat.
+        splitters: By the model_type of a checkpoint.
+
+    Raises:
+        EngineFailed: It is neither.
+    """
+    config = read_config(head_dir)
+    family = config.get("model_type")
+    if family in split_types:
+        return config, split_tensors(head_dir)
+    if family not in splitters:
+        expected = ", ".join((*split_types, *splitters))
+        raise EngineFailed(f"the MTP head in {head_dir}: model_type is {family!r}, expected one of {expected}")
+    return splitters[family]().prepare(head_dir)
+
+
 def split_tensors(head_dir: Path) -> dict[str, mx.array]:
     """Return the lazy tensors of all files of a split head."""
     weights: dict[str, mx.array] = {}
@@ -126,7 +144,7 @@ def check_fit(head: dict[str, Any], target: dict[str, Any], head_dir: Path) -> N
         raise EngineFailed(f"the MTP head in {head_dir} does not fit the model: {'; '.join(wrong)}")
 
 
-def _identity(text_config: Any) -> dict[str, Any]:
+def identity(text_config: Any) -> dict[str, Any]:
     """Return what a head and its model must have in common to share hidden states, embeddings and positions.
 
     Qwen3-Next has its rope settings beside each other, and no sections, as it takes one position per token.
