@@ -24,8 +24,11 @@ class LayerOutputs:
             layers[i].__class__ = _recorded(type(layers[i]), self._outputs, i)
 
     def take(self) -> mx.array:
-        """Return the outputs of the last forward beside each other, [B, L, num_layers * hidden], and forget them."""
-        outputs = [self._outputs[i] for i in self._layer_ids]
+        """Return the outputs of the last forward beside each other, [B, L, num_layers * hidden], and forget them.
+
+        Several streams of hidden states [B, L, num_streams, hidden] are returned beside each other too.
+        """
+        outputs = [self._outputs[i].flatten(2) for i in self._layer_ids]
         self._outputs.clear()
         return mx.concatenate(outputs, axis=-1)
 

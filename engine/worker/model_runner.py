@@ -197,7 +197,8 @@ class MLXRunner:
         cache = [*self._language_model.make_cache(), *head_cache]
         kv_formats = [format_of(layer) for layer in cache if isinstance(layer, KVCache)]
         quantized = [kv_format for kv_format in kv_formats if kv_format is not None]
-        costs = memory_costs.measure(self, a_snapshot, self._vision, self.drafts, num_heads, len(head_cache), quantized)
+        in_head = sum(isinstance(layer, KVCache) for layer in head_cache)
+        costs = memory_costs.measure(self, a_snapshot, self._vision, self.drafts, num_heads, in_head, quantized)
         return attention_costs.with_attention(costs, self._language_model.lm, a_snapshot, num_heads, kv_formats)
 
     def decode(self, drafts: Drafts = PLAIN) -> dict[str, RowOutput]:

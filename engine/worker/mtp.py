@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.cache import KVCache
 
 from engine.worker.heads.head import Head
 from engine.worker.kv_cache import BatchCache, SequenceCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCache, formats
+from engine.worker.window_layer import RING_MARGIN, BatchWindowLayer
 
 CATCH_UP_TOKENS = 128  # pairs per forward when the head catches up
 MAX_PENDING = 128  # pending pairs per row: hidden states take as much memory as an attention layer's keys and values
@@ -55,10 +55,10 @@ class MTPHead:
         Raises:
             ValueError: Keys and values cannot be stored with `kv_cache.bits`.
         """
-        caches: SequenceCache = []
-        for kv_format, keys, values in self._empty_layers:
-            caches.append(KVCache() if kv_format is None else QuantizedKVCache(kv_format))
-            caches[-1].keys, caches[-1].values = keys, values
+        caches = self._head.make_cache()
+        for i, (kv_format, keys, values) in enumerate(self._empty_layers):
+            caches[i] = caches[i] if kv_format is None else QuantizedKVCache(kv_format)
+            caches[i].keys, caches[i].values = keys, values
         return caches
 
     @cached_property
@@ -235,7 +235,9 @@ class Drafter:
             lengths: int32 [B], tokens in the target's cache before the step.
             extent: At least max(lengths) + new.bound.
         """
-        if self.pending.bound + new.bound > MAX_PENDING:
+        # A row with fewer pairs than others gets garbage behind its end, for which a ring has RING_MARGIN slots only.
+        has_rings = any(isinstance(layer, BatchWindowLayer) for layer in self.layers)
+        if self.pending.bound + new.bound > (min(MAX_PENDING, RING_MARGIN) if has_rings else MAX_PENDING):
             self._catch_up(lengths, extent)
             self.pending = new
             mx.async_eval(self._cache.state)

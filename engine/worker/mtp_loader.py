@@ -14,7 +14,9 @@ from mlx.utils import tree_flatten
 from engine.config import EngineConfig, MTPConfig
 from engine.processing.checkpoint import read_optional_json, refuse_code, resolve_checkpoint
 from engine.protocol import EngineFailed
+from engine.worker.heads.deepseek_v4 import DEEPSEEK_V4
 from engine.worker.heads.eagle3 import Eagle3Format
+from engine.worker.heads.glm5_next import GLM5_NEXT
 from engine.worker.heads.head import Head, HeadFormat
 from engine.worker.heads.hy_v4 import HY_V4_FORMATS
 from engine.worker.heads.nextn import NEXTN_FORMATS
@@ -24,7 +26,14 @@ from engine.worker.heads.qwen4 import QWEN4_FORMATS
 READY = "ready"
 OFF = "off in the configuration"
 REPLACED = "the configured draft_model drafts instead"
-FORMATS: dict[str, HeadFormat] = {**QWEN_FORMATS, **NEXTN_FORMATS, **QWEN4_FORMATS, **HY_V4_FORMATS}
+LIBRARY_FORMATS = {each.family: each for each in (DEEPSEEK_V4, GLM5_NEXT)}
+FORMATS: dict[str, HeadFormat] = {
+    **QWEN_FORMATS,
+    **NEXTN_FORMATS,
+    **QWEN4_FORMATS,
+    **HY_V4_FORMATS,
+    **LIBRARY_FORMATS,
+}
 """By the model_type of a checkpoint; an EAGLE-3 head fits any."""
 EAGLE3 = Eagle3Format()
 

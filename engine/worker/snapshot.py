@@ -93,6 +93,8 @@ class StateSnapshot:
     hidden: mx.array | None  # [1, 1, hidden], the last one, which the MTP head has not read yet; None without a head.
     windows: tuple[int, ...]  # Per state the tokens of the layer's window; 0 for a recurrent layer.
     ratios: tuple[int, ...]  # Per attention layer the tokens of a slot: more than one for a pool.
+    kv_lags: tuple[int, ...]  # Per attention layer the tokens that it lacks: the MTP head has read one pair less.
+    state_lags: tuple[int, ...]  # Per state likewise.
 
     @property
     def segment_bytes(self) -> int:
@@ -171,7 +173,22 @@ def take(
     hidden = _own(hidden) if hidden is not None else None
     mx.eval(states, [] if hidden is None else hidden)
     windows = tuple(getattr(layer, "max_size", 0) for layer in cache if not isinstance(layer, KVCache))
-    return StateSnapshot(num_tokens, segment, states, hidden, windows, tuple(map(tokens_per_slot, attention)))
+    lags = _lags(cache, num_tokens)
+    kv_lags = tuple(lag for layer, lag in zip(cache, lags, strict=True) if isinstance(layer, KVCache))
+    state_lags = tuple(lag for layer, lag in zip(cache, lags, strict=True) if not isinstance(layer, KVCache))
+    ratios = tuple(map(tokens_per_slot, attention))
+    return StateSnapshot(num_tokens, segment, states, hidden, windows, ratios, kv_lags, state_lags)
+
+
+def _lags(cache: SequenceCache, num_tokens: int) -> list[int]:
+    """Return how many of a row's tokens each of its caches lacks; a pool as many as its inputs, which come before."""
+    lags: list[int] = []
+    for layer in cache:
+        if isinstance(layer, PooledCache):
+            lags.append(lags[-1])
+        else:
+            lags.append(0 if isinstance(layer, ArraysCache) else num_tokens - layer.offset)
+    return lags
 
 
 def tokens_per_slot(layer: KVCache) -> int:
@@ -273,10 +290,10 @@ def restore(snapshot: StateSnapshot, cache: SequenceCache, num_slots: int, lend:
             mx.eval(layer.keys, layer.values)
             for segment in lent:
                 segment.layers[i] = None
-    for layer, state in zip(others, snapshot.states, strict=True):
+    for layer, state, lag in zip(others, snapshot.states, snapshot.state_lags, strict=True):
         if isinstance(layer, RotatingKVCache):
             layer.keys, layer.values = map(mx.contiguous, state)  # its own array objects, which it writes into
-            layer.offset, layer._idx = snapshot.num_tokens, state[0].shape[2]
+            layer.offset, layer._idx = snapshot.num_tokens - lag, state[0].shape[2]
         else:
             layer.cache = list(state)
     mx.eval([layer.state for layer in cache])
@@ -318,11 +335,7 @@ def import_arrays(
     """
     reader = _Reader(arrays)
     starts = parent.ends if parent is not None else (0,) * len(like.segment.ends)
-    pairs = list(zip(like.segment.ends, like.ratios, strict=True))
-    lag = [
-        like.num_tokens // ratio - end for end, ratio in pairs
-    ]  # the head has read one pair less than there are tokens
-    ends = tuple(num_tokens // ratio - missing for missing, (_, ratio) in zip(lag, pairs, strict=True))
+    ends = tuple((num_tokens - lag) // ratio for lag, ratio in zip(like.kv_lags, like.ratios, strict=True))
     segment = KVSegment.lent(parent, ends)
     for i, ((keys, values), start, end) in enumerate(zip(like.segment.keys_values, starts, ends, strict=True)):
         segment.layers[i] = (
@@ -333,7 +346,7 @@ def import_arrays(
         yield None
     states, hidden = reader.take_state(like, num_tokens) if with_state else ((), None)
     reader.check_all_taken()
-    yield StateSnapshot(num_tokens, segment, states, hidden, like.windows, like.ratios)
+    yield StateSnapshot(num_tokens, segment, states, hidden, like.windows, like.ratios, like.kv_lags, like.state_lags)
 
 
 class _Reader:
@@ -346,10 +359,10 @@ class _Reader:
         """Return `states` and `hidden` of a StateSnapshot of `num_tokens` tokens, evaluated."""
         states = tuple(
             tuple(
-                self.take(f"recurrent.{i}.{j}", slot, min(num_tokens, window) if window else None)
+                self.take(f"recurrent.{i}.{j}", slot, min(num_tokens - lag, window) if window else None)
                 for j, slot in enumerate(state)
             )
-            for i, (state, window) in enumerate(zip(like.states, like.windows, strict=True))
+            for i, (state, window, lag) in enumerate(zip(like.states, like.windows, like.state_lags, strict=True))
         )
         hidden = self.take("hidden", like.hidden) if like.hidden is not None else None
         mx.eval(states, [] if hidden is None else hidden)

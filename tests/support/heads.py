@@ -15,8 +15,12 @@ from mlx_vlm.speculative.drafters.eagle3.eagle3 import Eagle3DraftModel
 from engine.worker.heads.eagle3 import eagle3_config
 from engine.worker.heads.nextn import NEXTN_FORMATS, NextnHead
 from engine.worker.heads.qwen import QWEN_FORMATS
+from engine.worker.mtp_loader import LIBRARY_FORMATS
 from tests.support.indexed_heads import hy_v4_module, published_hy_v4, published_qwen4, qwen4_module
+from tests.support.published_heads import deepseek_v4_tensors, glm5_next_tensors
 from tests.support.zoo import drawn, new_module
+
+PUBLISHED = {"deepseek_v4": deepseek_v4_tensors, "glm5_next": glm5_next_tensors}
 
 
 def write_head(model_dir: Path, seed: int = 0) -> Path:
@@ -34,6 +38,10 @@ def write_head(model_dir: Path, seed: int = 0) -> Path:
     elif config["model_type"] == "hy_v4":
         weights = _drawn(hy_v4_module(config), seed)
         head_config = {"model_type": "hy_v4_mtp", "text_config": config}
+    elif config["model_type"] in LIBRARY_FORMATS:
+        language_model = new_module(copy.deepcopy(config)).language_model
+        drawn_weights = _drawn(LIBRARY_FORMATS[config["model_type"]].new_head(language_model), seed)
+        weights, head_config = dict(PUBLISHED[config["model_type"]](drawn_weights, config)), config
     else:
         text_config = QWEN_FORMATS[config["model_type"]].splitter().read_text_config(config)
         head_config = {"model_type": "qwen3_5_mtp", "text_config": text_config | {"mtp_num_hidden_layers": 1}}

@@ -27,8 +27,11 @@ LIBRARY: dict[str, Any] = {
 
 
 def _make_cache(self: Any) -> list[Any]:
+    return kept_caches(LIBRARY["make_cache"](self))
+
+
+def kept_caches(layers: list[Any]) -> list[Any]:
     """Return the library's caches but those for padding and for projected keys."""
-    layers = LIBRARY["make_cache"](self)
     for i, layer in enumerate(layers):
         if isinstance(layer, CacheList):
             pools = [cache for cache in layer.caches if isinstance(cache, PoolingCache)]

@@ -44,7 +44,7 @@ def test_scores_that_a_fused_kernel_spares_long_chunks_count_for_short_ones_alon
         return queries * scale
 
     segment = KVSegment(None, [(mx.zeros((1, 2, 8, 256)), mx.zeros((1, 2, 8, 256)))], (8,))
-    snapshot = StateSnapshot(8, segment, (), None, (), (1,))
+    snapshot = StateSnapshot(8, segment, (), None, (), (1,), (0,), ())
     monkeypatch.setattr(attention_costs, "_attention_of", lambda lm: {fused})
     assert with_attention(MemoryCosts(), None, snapshot, NUM_HEADS).max_queries == 2**31
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)

@@ -12,7 +12,9 @@ import engine.worker  # noqa: F401  # before MLX
 import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
+from mlx_vlm.speculative.drafters.deepseek_v4_mtp.split import split_deepseek_v4_mtp
 from mlx_vlm.speculative.drafters.glm4_moe_lite_mtp.split import split_glm4_moe_lite_mtp
+from mlx_vlm.speculative.drafters.glm5_next_mtp.split import split_glm5_next_mtp
 from mlx_vlm.speculative.drafters.glm_moe_dsa_mtp.split import split_glm_moe_dsa_mtp
 
 from engine.config import EngineConfig
@@ -55,9 +57,9 @@ HEADS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "eagle3 glm_moe_dsa": ("glm_moe_dsa", lambda path: write_eagle3(path, for_sglang=True)),
 }
 """The model's family, and what writes a head for it."""
-GATE = ("qwen3_5", "qwen3_next", "glm4_moe", "glm_moe_dsa", "qwen4_exp", "eagle3 llama", "eagle3 qwen3_5")
+GATE = ("qwen3_5", "qwen3_next", "glm4_moe", "glm_moe_dsa", "qwen4_exp", "deepseek_v4", "eagle3 llama", "eagle3 qwen3_5")
 """Positions given and not, keys and values of heads, latent ones with those of an indexer, an index with positions and
-streams of hidden states; parts of a vocabulary."""
+streams of hidden states, a window; parts of a vocabulary."""
 
 
 @pytest.fixture(
@@ -213,7 +215,12 @@ def test_head_of_a_published_qwen3_next_checkpoint_is_read_with_its_experts_apar
 
 @pytest.mark.parametrize(
     ("family", "split"),
-    [("glm4_moe_lite", split_glm4_moe_lite_mtp), ("glm_moe_dsa", split_glm_moe_dsa_mtp)],
+    [
+        ("glm4_moe_lite", split_glm4_moe_lite_mtp),
+        ("glm_moe_dsa", split_glm_moe_dsa_mtp),
+        ("deepseek_v4", split_deepseek_v4_mtp),
+        ("glm5_next", split_glm5_next_mtp),
+    ],
 )
 def test_head_that_the_library_split_off_a_published_checkpoint_is_the_same_head(family, split, tmp_path):
     path = make(tmp_path / "model", FAMILIES[family])
@@ -227,7 +234,7 @@ def test_head_that_the_library_split_off_a_published_checkpoint_is_the_same_head
     expected, found = dict(loader.weights_of(one)), dict(loader.weights_of(other))
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
-        exact = weight if "e_score_correction_bias" in name or family == "glm_moe_dsa" else weight.astype(mx.bfloat16)
+        exact = weight if "e_score_correction_bias" in name or family != "glm4_moe_lite" else weight.astype(mx.bfloat16)
         assert mx.array_equal(found[name], exact.astype(mx.float32)), name
 
 

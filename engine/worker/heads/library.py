@@ -1,0 +1,70 @@
+"""Checkpoints of heads that are computed by the library's module, with the names that its splitter gives the tensors.
+
+Conversions for MLX leave such a head out, so that `mtp_head` names the original checkpoint, or the output of
+mlx_vlm.split_mtp.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_vlm.speculative.drafters.mtp_split import MTPSplitter
+from mlx_vlm.utils import load_model_weights
+
+from engine.processing.checkpoint import read_config
+from engine.protocol import EngineFailed
+from engine.worker.config_fields import ARITHMETIC
+from engine.worker.heads.head import Head
+from engine.worker.heads.qwen import check_fit, split_tensors
+from engine.worker.language_model import config_of
+
+SAME = ("hidden_size", "vocab_size", "num_hidden_layers", "hc_mult", "sliding_window", "rope_theta", "index_topk")
+"""Fields that head and target must have in common, beside those of ARITHMETIC; others change the shape of a weight."""
+
+
+@dataclass(frozen=True)
+class LibraryFormat:
+    """Implements HeadFormat."""
+
+    family: str
+    """model_type of checkpoints."""
+    splitter: type[MTPSplitter]
+    """How the library reads the head from a checkpoint."""
+    new_head: Callable[[Any], Any]
+    """Returns a head without weights for the library's language model of the target."""
+    tensors: str
+    """See HeadFormat."""
+    shared: tuple[str, ...]
+    """Beginnings of the names of tensors that the target has too, and that some checkpoints repeat."""
+
+    @property
+    def split_types(self) -> tuple[str, ...]:
+        return (self.splitter.output_model_type,)
+
+    def is_in(self, model_dir: Path) -> bool:
+        splitter = self.splitter()
+        text_config = splitter.read_text_config(read_config(model_dir))
+        return any(True for _ in splitter.iter_selected(model_dir, text_config))
+
+    def load(self, head_dir: Path, language_model: Any) -> Head:
+        config = read_config(head_dir)
+        family, target = config.get("model_type"), config_of(language_model)
+        if family in self.split_types:
+            weights = split_tensors(head_dir)
+        elif family != self.family:
+            expected = " or ".join((*self.split_types, self.family))
+            raise EngineFailed(f"the MTP head in {head_dir}: model_type is {family!r}, expected {expected}")
+        elif not self.is_in(head_dir):
+            raise EngineFailed(f"no {self.tensors} tensors in {head_dir}")
+        else:
+            config, weights = self.splitter().prepare(head_dir)
+        text_config = config["text_config"]
+        names = [name for name in (*SAME, *ARITHMETIC) if name in text_config and hasattr(target, name)]
+        check_fit(text_config, {name: getattr(target, name) for name in names}, head_dir)
+        own = {name: tensor for name, tensor in weights.items() if not name.startswith(self.shared)}
+        head: Any = load_model_weights(self.new_head(language_model), config, own, head_dir, lazy=True)
+        return head
+
+    def check_values(self, head: Head) -> None:
+        """Do nothing: its norms are stored as they are."""
