@@ -139,9 +139,9 @@ def test_family_that_cannot_draft_is_refused_with_the_reason(tmp_path, family, r
 
 
 def test_draft_model_for_a_family_that_cannot_take_drafts_back_is_refused_before_weights_are_read(tmp_path):
-    path = plain_checkpoint(tmp_path / "target", "mamba2")
+    path = plain_checkpoint(tmp_path / "target", "mamba")
     draft = plain_checkpoint(tmp_path / "draft", "qwen3")
-    reason = "cannot draft for models of the family mamba2: this family overwrites its recurrent states"
+    reason = "cannot draft for models of the family mamba: this family overwrites its recurrent states"
     with pytest.raises(EngineFailed, match=f"draft_model {reason}"):
         open_model(EngineConfig.model_validate(with_draft(str(draft), model=str(path))))
     with pytest.raises(EngineFailed, match=f"prompt_lookup with limits {reason}"):
