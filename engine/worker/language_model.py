@@ -96,6 +96,11 @@ class _SelectedStates:
         return getattr(self._layers, name)
 
 
+OTHER_VERIFIERS = ("_batch_invariant_decode", "speculative_verify_dflash_hidden")
+"""Methods of families whose exact verifier does something else: that of Qwen4 returns the states before its last mixer,
+that of Nemotron-H overwrites recurrent states."""
+
+
 def config_of(language_model: Any) -> Any:
     """Return the configuration of the library's language model, by the name that the family gives it."""
     found = getattr(language_model, "args", None) or getattr(language_model, "config", None)
@@ -131,9 +136,9 @@ class LanguageModel:
         self.exact: MTPExact = exact
         self._has_head = has_head and layer_outputs is None
         self._layer_outputs = layer_outputs
-        self._returns_hidden = hasattr(language_model, "speculative_logits_from_hidden") and not hasattr(
-            language_model, "_batch_invariant_decode"
-        )  # Qwen4 returns the states before its last mixer
+        self._returns_hidden = hasattr(language_model, "speculative_logits_from_hidden") and not any(
+            hasattr(language_model, name) for name in OTHER_VERIFIERS
+        )
 
     @cached_property
     def explicit_positions(self) -> bool:
@@ -227,7 +232,13 @@ class LanguageModel:
 
     @property
     def _embedding(self) -> Any:
-        return getattr(self.lm, "model", self.lm).embed_tokens
+        layers = getattr(self.lm, "model", getattr(self.lm, "backbone", self.lm))
+        return layers.embed_tokens if hasattr(layers, "embed_tokens") else layers.embeddings
+
+    @property
+    def _layers(self) -> Any:
+        """The module with the layers, all of the language model but its output layer."""
+        return self.lm.model if hasattr(self.lm, "model") else self.lm.backbone
 
     def decode(self, token_ids: mx.array, cache: list, positions: mx.array) -> tuple[mx.array, mx.array | None]:
         """Compute tokens of a decode group.
@@ -258,7 +269,7 @@ class LanguageModel:
     @property
     def output_layer(self) -> Any:
         """The layer that makes logits of hidden states: a linear one, or the embedding."""
-        return self.lm.lm_head if hasattr(self.lm, "lm_head") else self.lm.model.embed_tokens
+        return self.lm.lm_head if hasattr(self.lm, "lm_head") else self._embedding
 
     def extend(
         self,
@@ -390,7 +401,7 @@ class LanguageModel:
     def _states(self, token_ids: mx.array, cache: list, positions: np.ndarray | mx.array) -> mx.array:
         if self.explicit_positions:
             return self._hidden(token_ids, cache, mx.array(positions))
-        return self.lm.model(token_ids, cache=self._nested(cache), **self._flat(positions))
+        return self._layers(token_ids, cache=self._nested(cache), **self._flat(positions))
 
     def states_unsupported_reason(self) -> str | None:
         """Return why this model's hidden states are not available, None if they are. Computes nothing."""

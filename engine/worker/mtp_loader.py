@@ -16,13 +16,14 @@ from engine.processing.checkpoint import read_optional_json, refuse_code, resolv
 from engine.protocol import EngineFailed
 from engine.worker.heads.eagle3 import Eagle3Format
 from engine.worker.heads.head import Head, HeadFormat
+from engine.worker.heads.nemotron import NEMOTRON_FORMATS
 from engine.worker.heads.nextn import NEXTN_FORMATS
 from engine.worker.heads.qwen import QWEN_FORMATS
 
 READY = "ready"
 OFF = "off in the configuration"
 REPLACED = "the configured draft_model drafts instead"
-FORMATS: dict[str, HeadFormat] = {**QWEN_FORMATS, **NEXTN_FORMATS}
+FORMATS: dict[str, HeadFormat] = {**QWEN_FORMATS, **NEXTN_FORMATS, **NEMOTRON_FORMATS}
 """By the model_type of a checkpoint; an EAGLE-3 head fits any."""
 EAGLE3 = Eagle3Format()
 

@@ -9,10 +9,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_vlm.speculative.drafters import qwen3_5_mtp
+from mlx_vlm.speculative.drafters import nemotron_h_mtp, qwen3_5_mtp
 from mlx_vlm.speculative.drafters.eagle3.eagle3 import Eagle3DraftModel
 
 from engine.worker.heads.eagle3 import eagle3_config
+from engine.worker.heads.nemotron import NEMOTRON_FORMATS
 from engine.worker.heads.nextn import NEXTN_FORMATS, NextnHead
 from engine.worker.heads.qwen import QWEN_FORMATS
 from tests.support.zoo import drawn, new_module
@@ -21,13 +22,19 @@ from tests.support.zoo import drawn, new_module
 def write_head(model_dir: Path, seed: int = 0) -> Path:
     """Write a random head that fits a checkpoint into a directory of its own, `<model>-mtp`; return it.
 
-    Those of Qwen have the split form, those with another layer of the target the published one.
+    Those of Qwen and Nemotron-H have the split form, those with another layer of the target the published one.
     """
     config = json.loads((model_dir / "config.json").read_text())
     out = model_dir.parent / f"{model_dir.name}-mtp"
     out.mkdir()
     if config["model_type"] in NEXTN_FORMATS:
         weights, head_config = dict(_published_layer(config, seed)), config
+    elif config["model_type"] in NEMOTRON_FORMATS:
+        layers = {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+        text_config = (config.get("text_config") or config) | layers
+        head_config = {"model_type": "nemotron_h_mtp", "text_config": text_config}
+        made = nemotron_h_mtp.ModelConfig.from_dict(copy.deepcopy(head_config))
+        weights = _drawn(nemotron_h_mtp.Model(made), seed)
     else:
         text_config = QWEN_FORMATS[config["model_type"]].splitter().read_text_config(config)
         head_config = {"model_type": "qwen3_5_mtp", "text_config": text_config | {"mtp_num_hidden_layers": 1}}

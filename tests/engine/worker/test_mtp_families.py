@@ -55,8 +55,9 @@ HEADS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "eagle3 glm_moe_dsa": ("glm_moe_dsa", lambda path: write_eagle3(path, for_sglang=True)),
 }
 """The model's family, and what writes a head for it."""
-GATE = ("qwen3_5", "qwen3_next", "glm4_moe", "glm_moe_dsa", "eagle3 llama", "eagle3 qwen3_5")
-"""Positions given and not, keys and values of heads, latent ones with those of an indexer; parts of a vocabulary."""
+GATE = ("qwen3_5", "qwen3_next", "glm4_moe", "glm_moe_dsa", "nemotron_h", "eagle3 llama", "eagle3 qwen3_5")
+"""Positions given and not, keys and values of heads, latent ones with those of an indexer, a target of Mamba-2 layers;
+parts of a vocabulary."""
 
 
 @pytest.fixture(
