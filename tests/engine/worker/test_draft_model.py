@@ -128,6 +128,18 @@ def test_draft_model_of_a_hybrid_with_a_head_of_its_own_changes_no_token():
     assert driver.core.speculation_status["draft_model"]["num_accepted"] > 0
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "presence_penalty": 0.5}], ids=["greedy", "sampled"])
+def test_draft_model_changes_no_token_of_a_target_of_mamba2_layers(paths, sampling, tmp_path):
+    target = plain_checkpoint(tmp_path / "target", "mamba2")
+    config = EngineConfig.model_validate(with_draft(str(paths["target"]), model=str(target), **NO_CACHE))
+    runner = load_runner(config, lambda progress: None)
+    driver, (first, *others) = Driver(runner, config), requests(**sampling)
+    tokens = driver.run({0: [first], 4: others})
+    assert tokens == {request.request_id: alone(runner, request) for request in requests(**sampling)}
+    status = driver.core.speculation_status["draft_model"]
+    assert status["num_accepted"] < status["num_drafted"]
+
+
 @pytest.mark.parametrize(
     ("family", "reason"),
     [("mamba2", "layer 0 keeps its state in a ArraysCache"), ("olmo3", "keeps its state in a RotatingKVCache")],
