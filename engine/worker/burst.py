@@ -183,6 +183,11 @@ class BurstStates(_Library):
     def lengths(self) -> mx.array | None:
         return self._own
 
+    @property
+    def rows(self) -> list[tuple[ArraysCache, int]]:
+        """The prompts' caches, with the number of each prompt's own tokens."""
+        return list(zip(self._caches, self._num_own, strict=True))
+
     def __getitem__(self, index: int) -> mx.array | None:
         """Return a slot of all prompts [B, ...]; None if no prompt has begun."""
         states = [cache.cache[index] for cache in self._caches]
@@ -206,7 +211,7 @@ class BurstStates(_Library):
 
     def update_window(self, index: int, source: mx.array, width: int, *, lengths: mx.array | None = None) -> None:
         """Store the windows. source [B, width + L, channels]: the window after n tokens is source[:, n : n + width]."""
-        for i, (cache, length) in enumerate(zip(self._caches, self._num_own, strict=True)):
+        for i, (cache, length) in enumerate(self.rows):
             cache.cache[index] = mx.contiguous(source[i : i + 1, length : length + width])
 
     def update_recurrent(self, index: int, length: int, update: Callable[..., Any]) -> tuple[mx.array, mx.array]:

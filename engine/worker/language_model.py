@@ -96,9 +96,9 @@ class _SelectedStates:
         return getattr(self._layers, name)
 
 
-OTHER_VERIFIERS = ("_batch_invariant_decode", "_speculative_verify_hidden")
-"""Methods of families whose exact verifier is not used: Qwen4's returns the hidden states before the last mixer, and
-HY V4's computes the drafts one by one."""
+OTHER_VERIFIERS = ("_batch_invariant_decode", "_speculative_verify_hidden", "speculative_verify_dflash_hidden")
+"""Methods of families whose exact verifier is not used: Qwen4's returns the hidden states before the last mixer, HY V4's
+computes the drafts one by one, and Nemotron-H's overwrites recurrent states."""
 
 
 def config_of(language_model: Any) -> Any:
@@ -232,7 +232,13 @@ class LanguageModel:
 
     @property
     def _embedding(self) -> Any:
-        return getattr(self.lm, "model", self.lm).embed_tokens
+        layers = getattr(self.lm, "model", getattr(self.lm, "backbone", self.lm))
+        return layers.embed_tokens if hasattr(layers, "embed_tokens") else layers.embeddings
+
+    @property
+    def _layers(self) -> Any:
+        """The module with the layers, all of the language model but its output layer."""
+        return self.lm.model if hasattr(self.lm, "model") else self.lm.backbone
 
     def decode(self, token_ids: mx.array, cache: list, positions: mx.array) -> tuple[mx.array, mx.array | None]:
         """Compute tokens of a decode group.
@@ -263,7 +269,7 @@ class LanguageModel:
     @property
     def output_layer(self) -> Any:
         """The layer that makes logits of hidden states: a linear one, or the embedding."""
-        return self.lm.lm_head if hasattr(self.lm, "lm_head") else self.lm.model.embed_tokens
+        return self.lm.lm_head if hasattr(self.lm, "lm_head") else self._embedding
 
     def extend(
         self,
@@ -395,7 +401,7 @@ class LanguageModel:
     def _states(self, token_ids: mx.array, cache: list, positions: np.ndarray | mx.array) -> mx.array:
         if self.explicit_positions:
             return self._hidden(token_ids, cache, mx.array(positions))
-        return self.lm.model(token_ids, cache=self._nested(cache), **self._flat(positions))
+        return self._layers(token_ids, cache=self._nested(cache), **self._flat(positions))
 
     def states_unsupported_reason(self) -> str | None:
         """Return why this model's hidden states are not available, None if they are. Computes nothing."""

@@ -41,7 +41,7 @@ from engine.worker.expanded_weights import Expansion, expand
 from engine.worker.family import bidirectional_reason, unknown_reason, unsupported_reason
 from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import MTPHead
-from engine.worker.patches import families, gated_delta_next, metal_on_cpu
+from engine.worker.patches import families, gated_delta_next, mamba2_rows, metal_on_cpu
 from engine.worker.patches.bare_names import bare_names
 from engine.worker.refused_families import refusal
 from engine.worker.rewind import rewind_unsupported_reason
@@ -142,7 +142,8 @@ def open_model(config: EngineConfig) -> OpenedModel:
     dtype = _main_dtype(module)
     expansion = expand_weights(config, module, dtype)
     check_kv_bits(config.kv_cache.bits, module)
-    gated_delta_next.install()  # decides whether drafts can be taken back
+    gated_delta_next.install()  # these two decide whether drafts can be taken back
+    mamba2_rows.install()
     _check_drafts(config, module, model_config)
     found = mtp_loader.find_head(config, path, model_config)
     return OpenedModel(

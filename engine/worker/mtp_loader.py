@@ -19,6 +19,7 @@ from engine.worker.heads.eagle3 import Eagle3Format
 from engine.worker.heads.glm5_next import GLM5_NEXT
 from engine.worker.heads.head import Head, HeadFormat
 from engine.worker.heads.hy_v4 import HY_V4_FORMATS
+from engine.worker.heads.nemotron import NEMOTRON_FORMATS
 from engine.worker.heads.nextn import NEXTN_FORMATS
 from engine.worker.heads.qwen import QWEN_FORMATS
 from engine.worker.heads.qwen4 import QWEN4_FORMATS
@@ -33,6 +34,7 @@ FORMATS: dict[str, HeadFormat] = {
     **QWEN4_FORMATS,
     **HY_V4_FORMATS,
     **LIBRARY_FORMATS,
+    **NEMOTRON_FORMATS,
 }
 """By the model_type of a checkpoint; an EAGLE-3 head fits any."""
 EAGLE3 = Eagle3Format()

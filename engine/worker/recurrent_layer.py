@@ -20,12 +20,13 @@ class BatchRecurrentLayer(_Library):
     """One recurrent layer of all rows, with slots such as (convolution window, state) [B, ...].
 
     While `recording`, it keeps what `commit` needs to return to the state after any token of the forward: all states
-    or, with `is_factored`, the factors of their change; the state itself is then updated by `commit`.
+    or, with `is_factored` and in Mamba-2 layers, the factors of their change; the state itself is then updated by
+    `commit`.
     """
 
     lengths = left_padding = None  # no row is padded
     start_speculation = trim = None  # `recording` and `commit` stand for the library's transactions
-    is_factored = False  # for all layers of the process: see patches/gated_delta_rows.py
+    is_factored = False  # for all layers of the delta rule in the process: see patches/gated_delta_rows.py
 
     def __init__(self, slots: Sequence[mx.array]):
         self.slots = list(slots)

@@ -9,10 +9,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_vlm.speculative.drafters import qwen3_5_mtp
+from mlx_vlm.speculative.drafters import nemotron_h_mtp, qwen3_5_mtp
 from mlx_vlm.speculative.drafters.eagle3.eagle3 import Eagle3DraftModel
 
 from engine.worker.heads.eagle3 import eagle3_config
+from engine.worker.heads.nemotron import NEMOTRON_FORMATS
 from engine.worker.heads.nextn import NEXTN_FORMATS, NextnHead
 from engine.worker.heads.qwen import QWEN_FORMATS
 from engine.worker.mtp_loader import LIBRARY_FORMATS
@@ -26,7 +27,8 @@ PUBLISHED = {"deepseek_v4": deepseek_v4_tensors, "glm5_next": glm5_next_tensors}
 def write_head(model_dir: Path, seed: int = 0) -> Path:
     """Write a random head that fits a checkpoint into a directory of its own, `<model>-mtp`; return it.
 
-    Those of Qwen3 and of HY V4, which is published with 8 bits, have the split form, the others the published one.
+    Those of Qwen3, of Nemotron-H and of HY V4, which is published with 8 bits, have the split form, the others the
+    published one.
     """
     config = json.loads((model_dir / "config.json").read_text())
     out = model_dir.parent / f"{model_dir.name}-mtp"
@@ -42,6 +44,12 @@ def write_head(model_dir: Path, seed: int = 0) -> Path:
         language_model = new_module(copy.deepcopy(config)).language_model
         drawn_weights = _drawn(LIBRARY_FORMATS[config["model_type"]].new_head(language_model), seed)
         weights, head_config = dict(PUBLISHED[config["model_type"]](drawn_weights, config)), config
+    elif config["model_type"] in NEMOTRON_FORMATS:
+        layers = {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+        text_config = (config.get("text_config") or config) | layers
+        head_config = {"model_type": "nemotron_h_mtp", "text_config": text_config}
+        made = nemotron_h_mtp.ModelConfig.from_dict(copy.deepcopy(head_config))
+        weights = _drawn(nemotron_h_mtp.Model(made), seed)
     else:
         text_config = QWEN_FORMATS[config["model_type"]].splitter().read_text_config(config)
         head_config = {"model_type": "qwen3_5_mtp", "text_config": text_config | {"mtp_num_hidden_layers": 1}}

@@ -15,6 +15,7 @@ from engine.worker.patches import (
     gemma2_masks,
     limite_rows,
     llama4_rows,
+    mamba2_rows,
     mistral_scale,
     quantized_cuda,
     qwen4_rows,
@@ -35,6 +36,7 @@ def install(decodes: bool) -> None:
     gemma2_masks.install()
     limite_rows.install()
     llama4_rows.install()
+    mamba2_rows.install()
     mistral_scale.install()
     qwen4_rows.install()
     row_positions.install()

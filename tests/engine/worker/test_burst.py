@@ -267,7 +267,7 @@ def test_every_tiny_model_takes_bursts_of_any_lengths(runner_of):
         assert runner_of(model).capabilities["bursts"] == "yes"
 
 
-@pytest.mark.parametrize(("family", "expected"), [("qwen3_5", True), ("nemotron_h", False)])
+@pytest.mark.parametrize(("family", "expected"), [("qwen3_5", True), ("nemotron_h", True), ("mamba", False)])
 def test_a_family_is_known_to_skip_padding_in_low_precision_too(family, expected, tmp_path):
     path = make(tmp_path / "model", FAMILIES[family])
     module = loader.load(EngineConfig(model=str(path), dtype="bfloat16"), lambda progress: None).module

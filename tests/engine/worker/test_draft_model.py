@@ -128,6 +128,18 @@ def test_draft_model_of_a_hybrid_with_a_head_of_its_own_changes_no_token():
     assert driver.core.speculation_status["draft_model"]["num_accepted"] > 0
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "presence_penalty": 0.5}], ids=["greedy", "sampled"])
+def test_draft_model_changes_no_token_of_a_target_of_mamba2_layers(paths, sampling, tmp_path):
+    target = plain_checkpoint(tmp_path / "target", "mamba2")
+    config = EngineConfig.model_validate(with_draft(str(paths["target"]), model=str(target), **NO_CACHE))
+    runner = load_runner(config, lambda progress: None)
+    driver, (first, *others) = Driver(runner, config), requests(**sampling)
+    tokens = driver.run({0: [first], 4: others})
+    assert tokens == {request.request_id: alone(runner, request) for request in requests(**sampling)}
+    status = driver.core.speculation_status["draft_model"]
+    assert status["num_accepted"] < status["num_drafted"]
+
+
 @pytest.mark.parametrize(
     ("family", "reason"),
     [("mamba2", "layer 0 keeps its state in a ArraysCache"), ("olmo3", "keeps its state in a RotatingKVCache")],
@@ -139,9 +151,9 @@ def test_family_that_cannot_draft_is_refused_with_the_reason(tmp_path, family, r
 
 
 def test_draft_model_for_a_family_that_cannot_take_drafts_back_is_refused_before_weights_are_read(tmp_path):
-    path = plain_checkpoint(tmp_path / "target", "mamba2")
+    path = plain_checkpoint(tmp_path / "target", "mamba")
     draft = plain_checkpoint(tmp_path / "draft", "qwen3")
-    reason = "cannot draft for models of the family mamba2: this family overwrites its recurrent states"
+    reason = "cannot draft for models of the family mamba: this family overwrites its recurrent states"
     with pytest.raises(EngineFailed, match=f"draft_model {reason}"):
         open_model(EngineConfig.model_validate(with_draft(str(draft), model=str(path))))
     with pytest.raises(EngineFailed, match=f"prompt_lookup with limits {reason}"):

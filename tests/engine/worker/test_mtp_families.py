@@ -57,9 +57,12 @@ HEADS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "eagle3 glm_moe_dsa": ("glm_moe_dsa", lambda path: write_eagle3(path, for_sglang=True)),
 }
 """The model's family, and what writes a head for it."""
-GATE = ("qwen3_5", "qwen3_next", "glm4_moe", "glm_moe_dsa", "qwen4_exp", "deepseek_v4", "eagle3 llama", "eagle3 qwen3_5")
+GATE = (
+    *("qwen3_5", "qwen3_next", "glm4_moe", "glm_moe_dsa", "qwen4_exp", "deepseek_v4", "nemotron_h"),
+    *("eagle3 llama", "eagle3 qwen3_5"),
+)
 """Positions given and not, keys and values of heads, latent ones with those of an indexer, an index with positions and
-streams of hidden states, a window; parts of a vocabulary."""
+streams of hidden states, a window, a target of Mamba-2 layers; parts of a vocabulary."""
 
 
 @pytest.fixture(
