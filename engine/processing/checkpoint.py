@@ -8,7 +8,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub  # imports its submodules lazily
+import huggingface_hub
+import huggingface_hub.errors  # which the package would load only at a use by name
 
 from engine.demo import DEMO_MODEL
 from engine.processing.vision_family import image_token_id, vision_family

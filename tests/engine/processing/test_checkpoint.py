@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +154,10 @@ def test_the_demo_draft_is_a_checkpoint_with_the_same_tokenizer():
     assert read_config(DEMO_MODEL / "draft")["model_type"] == "qwen3"
     files = [folder / "tokenizer.json" for folder in (DEMO_MODEL, DEMO_MODEL / "draft")]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_model_that_is_not_here_is_told_in_a_new_process():
+    """The hub's package loads its submodules at their first use, which a test before this one may have been."""
+    program = "from engine.processing.checkpoint import checkpoint_here as here; print(here('/no/such/folder', None))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
