@@ -31,5 +31,8 @@ def test_a_machine_without_the_model_joins_and_answers_with_it():
         assert {name: (far.home / "models" / "mine" / name).read_bytes() for name in weights} == weights
         wait_until(lambda: far.num_engines() == 2, READY_S)
         question = [{"role": "user", "content": "hello"}]
-        answers = [one.node.ask(question, model=MODEL, max_tokens=8).result(READY_S) for one in (head, far)]
+        answers = [
+            one.node.ask(question, model=one.node.get("/v1/models")["data"][0]["id"], max_tokens=8).result(READY_S)
+            for one in (head, far)
+        ]
         assert answers[0].text and answers[0].text == answers[1].text
