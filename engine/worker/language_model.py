@@ -97,8 +97,8 @@ class _SelectedStates:
 
 
 OTHER_VERIFIERS = ("_batch_invariant_decode", "_speculative_verify_hidden", "speculative_verify_dflash_hidden")
-"""Methods of families whose exact verifier is not used: Qwen4's returns the hidden states before the last mixer, that of
-HY V4 computes the drafts one by one, and that of Nemotron-H overwrites recurrent states."""
+"""Methods of families whose exact verifier is not used: Qwen4's returns the hidden states before the last mixer, that
+of HY V4 computes drafts one by one, that of Nemotron-H overwrites recurrent states."""
 
 
 def config_of(language_model: Any) -> Any:
