@@ -17,7 +17,7 @@ from mlx_vlm.utils import load_model_weights
 from engine.processing.checkpoint import read_config
 from engine.protocol import EngineFailed
 from engine.worker.heads.head import Head
-from engine.worker.heads.qwen import check_fit, split_tensors
+from engine.worker.heads.head_files import check_fit, split_tensors
 from engine.worker.language_model import LanguageModel, config_of
 from engine.worker.layer_outputs import LayerOutputs, layers_of
 from engine.worker.rewind import rewind_unsupported_reason

@@ -14,7 +14,7 @@ from mlx_vlm.utils import load_model_weights
 
 from engine.worker.config_fields import ARITHMETIC
 from engine.worker.heads.head import Head, SharesTarget
-from engine.worker.heads.qwen import check_fit, has_tensors, read_head
+from engine.worker.heads.head_files import check_fit, has_tensors, read_head
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import config_of
 from engine.worker.layer_caches import row_caches

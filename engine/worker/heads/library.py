@@ -16,7 +16,7 @@ from engine.processing.checkpoint import read_config
 from engine.protocol import EngineFailed
 from engine.worker.config_fields import ARITHMETIC
 from engine.worker.heads.head import Head
-from engine.worker.heads.qwen import check_fit, split_tensors
+from engine.worker.heads.head_files import check_fit, has_tensors, read_head
 from engine.worker.language_model import config_of
 
 SAME = ("hidden_size", "vocab_size", "num_hidden_layers", "hc_mult", "sliding_window", "rope_theta", "index_topk")
@@ -43,22 +43,13 @@ class LibraryFormat:
         return (self.splitter.output_model_type,)
 
     def is_in(self, model_dir: Path) -> bool:
-        splitter = self.splitter()
-        text_config = splitter.read_text_config(read_config(model_dir))
-        return any(True for _ in splitter.iter_selected(model_dir, text_config))
+        return has_tensors(model_dir, self.splitter)
 
     def load(self, head_dir: Path, language_model: Any) -> Head:
-        config = read_config(head_dir)
-        family, target = config.get("model_type"), config_of(language_model)
-        if family in self.split_types:
-            weights = split_tensors(head_dir)
-        elif family != self.family:
-            expected = " or ".join((*self.split_types, self.family))
-            raise EngineFailed(f"the MTP head in {head_dir}: model_type is {family!r}, expected {expected}")
-        elif not self.is_in(head_dir):
+        if read_config(head_dir).get("model_type") == self.family and not self.is_in(head_dir):
             raise EngineFailed(f"no {self.tensors} tensors in {head_dir}")
-        else:
-            config, weights = self.splitter().prepare(head_dir)
+        config, weights = read_head(head_dir, self.split_types, {self.family: self.splitter})
+        target = config_of(language_model)
         text_config = config["text_config"]
         names = [name for name in (*SAME, *ARITHMETIC) if name in text_config and hasattr(target, name)]
         check_fit(text_config, {name: getattr(target, name) for name in names}, head_dir)

@@ -10,14 +10,11 @@ from mlx_vlm.speculative.drafters.nemotron_h_mtp.config import NemotronHMTPConfi
 from mlx_vlm.speculative.drafters.nemotron_h_mtp.split import NemotronHMTPSplitter
 from mlx_vlm.utils import load_model_weights
 
-from engine.processing.checkpoint import read_config
 from engine.processing.reference_config import arithmetic_reference, text_section
 from engine.protocol import EngineFailed
 from engine.worker.config_fields import check_arithmetic
 from engine.worker.heads.head import Head, SharesTarget
-from engine.worker.heads.qwen import check_fit, split_tensors
-
-SPLIT_TYPE = NemotronHMTPSplitter.output_model_type
+from engine.worker.heads.head_files import check_fit, has_tensors, read_head
 
 
 class NemotronHead(SharesTarget, NemotronHMTPDraftModel):
@@ -37,24 +34,14 @@ class NemotronHead(SharesTarget, NemotronHMTPDraftModel):
 class NemotronFormat:
     """Implements HeadFormat."""
 
-    split_types = (SPLIT_TYPE,)
+    split_types = (NemotronHMTPSplitter.output_model_type,)
     tensors = "mtp.*"
 
     def is_in(self, model_dir: Path) -> bool:
-        splitter = NemotronHMTPSplitter()
-        text_config = splitter.read_text_config(read_config(model_dir))
-        return any(True for _ in splitter.iter_selected(model_dir, text_config))
+        return has_tensors(model_dir, NemotronHMTPSplitter)
 
     def load(self, head_dir: Path, language_model: Any) -> Head:
-        config = read_config(head_dir)
-        family = config.get("model_type")
-        if family == SPLIT_TYPE:
-            weights = split_tensors(head_dir)
-        elif family in NEMOTRON_FORMATS:
-            config, weights = NemotronHMTPSplitter().prepare(head_dir)
-        else:
-            expected = ", ".join((SPLIT_TYPE, *NEMOTRON_FORMATS))
-            raise EngineFailed(f"the MTP head in {head_dir}: model_type is {family!r}, expected one of {expected}")
+        config, weights = read_head(head_dir, self.split_types, dict.fromkeys(NEMOTRON_FORMATS, NemotronHMTPSplitter))
         head_config = NemotronHMTPConfig.from_dict(copy.deepcopy(config))
         text_config: Any = head_config.text_config
         pattern = "".join(head_config.layer_pattern)

@@ -20,7 +20,7 @@ from engine.processing.checkpoint import read_config
 from engine.protocol import EngineFailed
 from engine.worker.config_fields import ARITHMETIC
 from engine.worker.heads.head import Head, SharesTarget
-from engine.worker.heads.qwen import check_fit, split_tensors
+from engine.worker.heads.head_files import check_fit, has_tensors, split_tensors
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import config_of
 
@@ -99,9 +99,7 @@ class NextnFormat:
     tensors = "model.layers.<num_hidden_layers>.*"
 
     def is_in(self, model_dir: Path) -> bool:
-        splitter = _Splitter()
-        text_config = splitter.read_text_config(read_config(model_dir))
-        return any(True for _ in splitter.iter_selected(model_dir, text_config))
+        return has_tensors(model_dir, _Splitter)
 
     def load(self, head_dir: Path, language_model: Any) -> Head:
         config = read_config(head_dir)

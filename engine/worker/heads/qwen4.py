@@ -17,7 +17,8 @@ from mlx_vlm.utils import load_model_weights
 
 from engine.worker.config_fields import ARITHMETIC
 from engine.worker.heads.head import Head
-from engine.worker.heads.qwen import check_fit, has_tensors, identity, read_head
+from engine.worker.heads.head_files import check_fit, has_tensors, read_head
+from engine.worker.heads.qwen import identity
 from engine.worker.indexed_cache import IndexedCache
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import LanguageModel, config_of

@@ -217,7 +217,12 @@ def test_drafts_are_those_of_the_library_for_prompts_that_are_computed_together(
         ("deepseek_v4", {"sliding_window": 16, "hc_mult": 4}, None, "hc_mult is 4, expected 2; sliding_window is 16"),
         ("deepseek_v4", {}, "mtp.0.h_proj.weight", "Missing 1 parameters: *h_proj.weight"),
         ("deepseek_v4", {"dspark_target_layer_ids": [1]}, None, r"no mtp.\* \(DSpark's are not supported\) tensors in"),
-        ("deepseek_v4", {"model_type": "deepseek_v3"}, None, "'deepseek_v3', expected deepseek_v4_mtp or deepseek_v4"),
+        (
+            "deepseek_v4",
+            {"model_type": "deepseek_v3"},
+            None,
+            "'deepseek_v3', expected one of deepseek_v4_mtp, deepseek_v4",
+        ),
         ("glm5_next", {"vocab_size": 100}, None, "vocab_size is 100, expected 512"),
         ("glm5_next", {"index_topk": 16}, None, "index_topk is 16, expected 8"),
         ("glm5_next", {}, "model.language_model.layers.4.hnorm.weight", "Missing 1 parameters: *hnorm.weight"),
