@@ -8,9 +8,9 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 import huggingface_hub.constants
-import mlx.core as mx
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from deployments.cluster import model_copy, model_files
 from deployments.cluster.facts import Checkpoint, read_checkpoint
@@ -30,8 +30,8 @@ def write_model(folder: Path) -> None:
     (folder / "1_Pooling").mkdir(parents=True)
     rng = np.random.default_rng(0)
     for name in ("model-00001-of-00002", "model-00002-of-00002"):
-        tensors = {f"{name}.weight": mx.array(rng.normal(size=(40, 30)).astype(np.float32))}
-        mx.save_safetensors(str(folder / f"{name}.safetensors"), tensors)
+        tensors = {f"{name}.weight": rng.normal(size=(40, 30)).astype(np.float32)}
+        save_file(tensors, folder / f"{name}.safetensors")
     (folder / "config.json").write_text('{"model_type": "llama"}')
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')

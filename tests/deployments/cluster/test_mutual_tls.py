@@ -9,8 +9,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import mlx.core as mx
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from deployments.cluster import ports, proof_server
 from deployments.cluster.certificates import (
@@ -104,7 +105,7 @@ def test_a_guest_gets_only_what_joining_needs(head: TlsHead):
 def test_a_guest_with_the_token_copies_the_model_and_one_without_it_gets_no_file(head: TlsHead, tmp_path: Path):
     folder = tmp_path / "model"
     folder.mkdir()
-    mx.save_safetensors(str(folder / "model.safetensors"), {"weight": mx.ones((8, 8))})
+    save_file({"weight": np.ones((8, 8), np.float32)}, folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
     head.models = [(str(folder), None)]
     model = read_checkpoint(str(folder), None)
