@@ -43,7 +43,7 @@ class ModelFiles:
 
 
 class ModelSource:
-    """What a head answers to a machine that copies a model.
+    """Answers the questions of a machine that copies a model.
 
     Args:
         models: Returns name and revision of each model that the cluster serves; no other files are sent.

@@ -1,4 +1,4 @@
-"""Random MTP heads whose layer has an index, by the names of the library's modules and by those of the publishers."""
+"""Random MTP heads whose layer has an index, by the names of the library's modules and of published checkpoints."""
 
 import copy
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def hy_v4_module(config: dict[str, Any]) -> Any:
 
 
 def published_qwen4(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return a head's tensors as Qwen publishes them: gates and ups of all experts in one."""
+    """Return a head's tensors by the names that mlx_vlm's splitter reads: gates and ups of all experts in one."""
     named = {f"mtp.{name}": weight for name, weight in weights.items()}
     experts = "mtp.layers.0.mlp."
     gate, up, down = (named.pop(f"{experts}switch_mlp.{part}_proj.weight") for part in ("gate", "up", "down"))
@@ -32,7 +32,7 @@ def published_qwen4(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def published_hy_v4(weights: dict[str, mx.array]) -> Iterator[tuple[str, mx.array]]:
-    """Yield a head's tensors as Tencent publishes them: most with 8 bits, whose scales have names of their own."""
+    """Yield a head's tensors by the names that mlx_vlm's splitter reads: most with 8 bits, and with scales."""
     prefix, latent = "model.mtp_layers.0.", "self_attn.kv_b_proj.weight"
     named = {name.removeprefix("decoder."): weight for name, weight in weights.items()}
     keys, values = named.pop("self_attn.embed_q.weight"), named.pop("self_attn.unembed_out.weight")

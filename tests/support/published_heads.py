@@ -1,4 +1,4 @@
-"""Random MTP heads of DeepSeek V4 and GLM-5-Next by the names in the checkpoints that DeepSeek and Z.ai publish."""
+"""Random MTP heads of DeepSeek V4 and GLM-5-Next by the names that mlx_vlm reads in published checkpoints."""
 
 from collections.abc import Iterator
 from typing import Any
