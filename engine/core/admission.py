@@ -5,8 +5,9 @@ from math import ceil
 
 from engine.core.memory.victims import Preemption, Victim
 from engine.core.prefill_scheduler import PrefillScheduler
+from engine.core.prompt import USUAL_ANSWER, Prompt
 from engine.core.request import Request
-from engine.core.request_queue import USUAL_ANSWER, QueueEntry, RequestQueue
+from engine.core.request_queue import RequestQueue
 from engine.core.scheduler_context import SchedulerContext
 from engine.timeline import Obstacle
 
@@ -66,10 +67,10 @@ class Admission:
 
     @property
     def _num_free_rows(self) -> int:
-        return self._config.max_running - len(self._running) - self._prefills.in_progress.num_rows
+        return self._config.max_running - len(self._running) - self._prefills.num_rows
 
-    def next_entry(self) -> QueueEntry | None:
-        """Return the next request to admit, or None.
+    def next_queued(self) -> Prompt | None:
+        """Return the next prompt to admit, or None.
 
         This is the head of the queue if the prompts in progress leave time in the step. Otherwise it is one of the
         first MAX_SHORT requests: with policy `priority` the first one if it is more urgent than all prompts in
@@ -81,44 +82,44 @@ class Admission:
             return self._queue.first()
         order, policy = self._queue.order()[:MAX_SHORT], self._config.scheduler.policy
         in_progress = self._prefills.in_progress
-        if policy == "priority" and all(order[0].is_before(prefill.entry) for prefill in in_progress):
+        if policy == "priority" and all(order[0].is_before(prompt) for prompt in in_progress):
             return order[0]
         limit_s = SHORT_PART * min(map(self._prefills.remaining_s, in_progress))
-        chosen = next((entry for entry in order if self._prompt_s(entry, limit_s) <= limit_s), None)
+        chosen = next((prompt for prompt in order if self._prompt_s(prompt, limit_s) <= limit_s), None)
         if chosen is not order[0]:
             _note_obstacle(order[0], "prompts")
         return chosen
 
-    def reserve(self, entry: QueueEntry, may_wait: bool = True) -> bool:
+    def reserve(self, prompt: Prompt, may_wait: bool = True) -> bool:
         """Reserve memory for a request's rows, evicting snapshots where that suffices.
 
         Args:
-            entry: The request.
+            prompt: The request's prompt.
             may_wait: Whether to fail instead of evicting snapshots that are worth more seconds than the request has
                 waited.
 
         Returns:
             Whether the memory is reserved. False also if fewer rows are free than the request has.
         """
-        rows, budget = entry.rows, self._budget
+        rows, budget = prompt.rows, self._budget
         if len(rows) > self._num_free_rows:
-            _note_obstacle(entry, "rows")
+            _note_obstacle(prompt, "rows")
             return False
-        growth = entry.growth_tokens = self._growth_tokens(self._prompt_s(entry, 0.0), rows[0].num_tokens)
+        growth = prompt.growth_tokens = self._growth_tokens(self._prompt_s(prompt, 0.0), prompt.end)
         if budget.shortfall_bytes(rows, growth_tokens=growth) or budget.group_shortfall_bytes(rows, growth):
-            self._prefixes.assign(rows)
-        self._evict_for_group(entry)
+            self._prefixes.assign(prompt)
+        self._evict_for_group(prompt)
         missing = budget.reserve(rows, growth)
         if not missing:
             return True
-        may_evict = not may_wait or self._may_evict(entry, missing)
+        may_evict = not may_wait or self._may_evict(prompt, missing)
         if may_evict and self._evictable.evict(missing) and not budget.reserve(rows, growth):
             return True
-        self._prefixes.revoke(rows)
-        _note_obstacle(entry, "memory")
+        self._prefixes.revoke(prompt)
+        _note_obstacle(prompt, "memory")
         return False
 
-    def choose_victims(self, head: QueueEntry) -> tuple[QueueEntry, Sequence[Victim]]:
+    def choose_victims(self, head: Prompt) -> tuple[Prompt, Sequence[Victim]]:
         """Return the request that may preempt others, and the rows and prompts to preempt.
 
         None are returned to preempt if preempting them would not suffice.
@@ -130,13 +131,13 @@ class Admission:
         num_rows, num_bytes = self._num_free_rows, self._evictable.evictable_bytes
         if limits.policy == "priority":
             urgent = self._queue.most_urgent
-            in_progress = list(self._prefills.in_progress)
+            in_progress = self._prefills.in_progress
             return urgent, self._preemption.choose_for_priority(urgent, now, num_rows, num_bytes, in_progress)
         if limits.fairness != "off" and self._queue.waited_s(head) >= limits.ageing_s:
             return head, self._preemption.choose_for_fairness(head, now, num_rows, num_bytes)
         return head, []
 
-    def choose_backfill(self, head: QueueEntry) -> QueueEntry | None:
+    def choose_backfill(self, head: Prompt) -> Prompt | None:
         """Return a request that fits although the head does not; None without one.
 
         For ageing_s after the head first did not fit, any request that fits may pass it. After that only a request that
@@ -149,11 +150,11 @@ class Admission:
         head.blocked_s = now if head.blocked_s is None else head.blocked_s
         is_aged = now - head.blocked_s >= self._config.scheduler.ageing_s
         room_s = self._seconds_until_room(head) if is_aged else float("inf")
-        for entry in self._queue.order()[: 1 + MAX_PASSING]:
-            if entry is head or (is_aged and self._seconds_to_end(entry) > room_s):
+        for prompt in self._queue.order()[: 1 + MAX_PASSING]:
+            if prompt is head or (is_aged and self._seconds_to_end(prompt) > room_s):
                 continue
-            if self.reserve(entry):
-                return entry
+            if self.reserve(prompt):
+                return prompt
         return None
 
     def _growth_tokens(self, prompt_s: float, num_prompt_tokens: int) -> int:
@@ -176,43 +177,43 @@ class Admission:
         num_steps = max(seconds / config.scheduler.max_stall_s, num_tokens / config.prefill_chunk_tokens_busy)
         return ceil(num_steps * max(1.0, step_s / token_s))
 
-    def _prompt_s(self, entry: QueueEntry, limit_s: float) -> float:
+    def _prompt_s(self, prompt: Prompt, limit_s: float) -> float:
         """Predict the prefill seconds of a queued request.
 
         Its cached prefix is looked up only if the request would exceed the limit without it.
         """
-        row = entry.rows[0]
+        row = prompt.rows[0]
         seconds = self._costs.prompt_s(0, row.num_tokens)
         if seconds <= limit_s:
             return seconds
         return self._costs.prompt_s(min(self._prefixes.num_cached(row), row.num_tokens), row.num_tokens)
 
-    def _may_evict(self, entry: QueueEntry, num_bytes: int) -> bool:
+    def _may_evict(self, prompt: Prompt, num_bytes: int) -> bool:
         """Return whether a request has waited for as long as recomputing the snapshots evicted for it would take.
 
         It waits at most PATIENCE times its own prompt's seconds, and not at all when the engine is otherwise idle.
         """
         if self.is_idle:
             return True
-        waited_s = self._queue.waited_s(entry)
-        if waited_s >= PATIENCE * self._prompt_s(entry, 0.0):
+        waited_s = self._queue.waited_s(prompt)
+        if waited_s >= PATIENCE * self._prompt_s(prompt, 0.0):
             return True
-        if waited_s < entry.reconsider_eviction_s:
+        if waited_s < prompt.reconsider_eviction_s:
             return False
-        entry.reconsider_eviction_s = MIN_WEIGH_S + WEIGH_GROWTH * waited_s
+        prompt.reconsider_eviction_s = MIN_WEIGH_S + WEIGH_GROWTH * waited_s
         return self._evictable.price(num_bytes) <= waited_s
 
-    def _evict_for_group(self, entry: QueueEntry) -> None:
+    def _evict_for_group(self, prompt: Prompt) -> None:
         """Evict snapshots so that the rows fit into an existing decode group, if that saves more time than it costs.
 
         Each further group reads all weights once more per step, until the answers end.
         """
-        missing, token_s = self._budget.group_shortfall_bytes(entry.rows, entry.growth_tokens), self._costs.token_s(1)
-        num_tokens = min(USUAL_ANSWER, _num_tokens_left(entry.rows[0]))
+        missing, token_s = self._budget.group_shortfall_bytes(prompt.rows, prompt.growth_tokens), self._costs.token_s(1)
+        num_tokens = min(USUAL_ANSWER, _num_tokens_left(prompt.rows[0]))
         if missing and token_s is not None and self._evictable.price(missing) < token_s * num_tokens:
             self._evictable.evict(missing)
 
-    def _seconds_until_room(self, head: QueueEntry) -> float:
+    def _seconds_until_room(self, head: Prompt) -> float:
         """Predict when enough rows will have finished, at max_tokens each, for the head to fit.
 
         Returns:
@@ -222,9 +223,9 @@ class Admission:
         if token_s is None:
             return 0.0
         ends = [(token_s * _num_tokens_left(row), row.id) for row in self._running.values()]
-        for prefill in self._prefills.in_progress:
-            prompt_s = self._prefills.remaining_s(prefill)
-            ends += [(prompt_s + token_s * _num_tokens_left(row), row.id) for row in prefill.rows]
+        for prompt in self._prefills.in_progress:
+            prompt_s = self._prefills.remaining_s(prompt)
+            ends += [(prompt_s + token_s * _num_tokens_left(row), row.id) for row in prompt.rows]
         finished: list[str] = []
         for end_s, row_id in sorted(ends):
             finished.append(row_id)
@@ -232,16 +233,16 @@ class Admission:
                 return end_s
         return 0.0
 
-    def _seconds_to_end(self, entry: QueueEntry) -> float:
+    def _seconds_to_end(self, prompt: Prompt) -> float:
         """Predict the seconds from a request's admission to its last token."""
-        row, token_s = entry.rows[0], self._costs.token_s(len(self._running) + len(entry.rows))
+        row, token_s = prompt.rows[0], self._costs.token_s(len(self._running) + len(prompt.rows))
         if token_s is None:
             return float("inf")
-        return self._prompt_s(entry, 0.0) + token_s * _num_tokens_left(row)
+        return self._prompt_s(prompt, 0.0) + token_s * _num_tokens_left(row)
 
 
-def _note_obstacle(entry: QueueEntry, obstacle: Obstacle) -> None:
-    for row in entry.rows:
+def _note_obstacle(prompt: Prompt, obstacle: Obstacle) -> None:
+    for row in prompt.rows:
         row.record.blocked(obstacle)
 
 

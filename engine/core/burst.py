@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from engine.core.cost_model import CostModel
-from engine.core.request import Request
+from engine.core.prompt import Prompt
 
 MAX_BURST_ROWS = 32
 
@@ -25,10 +25,10 @@ class Span:
     """Tokens after them, computed in a chunk of their own."""
 
 
-def may_burst(rows: Sequence[Request]) -> bool:
+def may_burst(prompt: Prompt) -> bool:
     """Return whether a prompt may share a forward with others."""
-    spec = rows[0].spec
-    return len(rows) == 1 and not spec.images and spec.sparse is None and not spec.computes_all
+    spec = prompt.row.spec
+    return len(prompt.rows) == 1 and not spec.images and spec.sparse is None and not spec.computes_all
 
 
 def burst_s(spans: Sequence[Span], costs: CostModel) -> float:

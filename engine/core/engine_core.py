@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from engine.core.movable_snapshots import MovableSnapshots
 from engine.core.prefix_cache.cache import PrefixCache
 from engine.core.prefix_cache.loans import MemoryTaken
 from engine.core.progress import Progress
+from engine.core.prompt import Prompt
 from engine.core.proposer_record import Mode
 from engine.core.quoting.load import LoadRecorder
 from engine.core.quoting.quoter import Quoter
@@ -170,8 +171,8 @@ class EngineCore:
         if work.decode and self.scheduler.num_decoding:  # a failed drop ends all rows
             self._decode(drafts)
             in_flight_s = self.costs.step_s(self.scheduler.num_decoding, drafts) or 0.0
-        while rows := self._next_prompt():
-            self._prefill(rows, in_flight_s)
+        while (prompt := self._next_prompt()) is not None:
+            self._prefill(prompt, in_flight_s)
             in_flight_s = 0.0
         self.stats.num_steps += 1
         if num_tokens := self.stats.num_prompt_tokens + self.stats.num_output_tokens - num_before:
@@ -182,6 +183,8 @@ class EngineCore:
     def close(self) -> None:
         """Write pending snapshots to disk and release the runner's memory."""
         try:
+            for prompt in self.scheduler.prefills.in_progress:
+                self.prefix.end(prompt)
             self.prefix.close(DISK_CLOSE_S)
         finally:
             self.runner.close()
@@ -195,8 +198,8 @@ class EngineCore:
         needs, limit = self.budget.needs, self.budget.needs.request_bytes - self.pinned_bytes
         rows, max_tokens = [Request(request, index) for index in request.open_choices], request.sampling.max_tokens
         longest = max(len(row.output_token_ids) for row in rows)
-        for entry in by_prompt(rows):  # each is prefilled, and may run, without the others
-            whole, num_before = needs.need(entry, whole=True), len(entry[0].output_token_ids)
+        for sharing in by_prompt(rows):  # each is prefilled, and may run, without the others
+            whole, num_before = needs.need(sharing, whole=True), len(sharing[0].output_token_ids)
             if needs.min_bytes(whole) <= limit:
                 continue
             num_left = request.sampling.max_tokens - num_before
@@ -236,8 +239,8 @@ class EngineCore:
         cache_bytes = {"prefix_cache_bytes": num_bytes, "prefix_cache_max_bytes": max_bytes}
         return self.runner.memory() | cache_bytes
 
-    def _next_prompt(self) -> Sequence[Request]:
-        """Return the rows of the prompt to advance next, after pending aborts and new requests have been applied."""
+    def _next_prompt(self) -> Prompt | None:
+        """Return the prompt to advance next, after pending aborts and new requests have been applied."""
         self._poll(self)
         self.progress.end()
         self._release(self.scheduler.take_released())
@@ -254,7 +257,7 @@ class EngineCore:
         for row in released.finished:
             self.budget.release(row.id)
         if rows := released.rows:
-            self._drop(rows)
+            self._drop(rows, released.prompts)
         if released.aborted:
             self._publish(released.aborted)
 
@@ -263,7 +266,7 @@ class EngineCore:
         if not any(one.has_state for one in preempted):
             return
         self._decoded_s = None  # the following work must not count as decode time
-        decoding = [one.rows[0] for one in preempted if one.num_prefilled is None]
+        decoding = [one.rows[0] for one in preempted if one.prompt is None]
         if decoding:
             try:
                 outputs = self.runner.pending([row.id for row in decoding])
@@ -275,13 +278,17 @@ class EngineCore:
             self._publish(self.scheduler.update_preempted(outputs, decoding))
             self._release(self.scheduler.take_released())  # some may have completed their answers
         for one in preempted:
-            if one.num_prefilled:
-                self.prefix.take_prompt(one.rows, one.num_prefilled)
-            elif one.num_prefilled is None and one.rows[0].state is not RequestState.FINISHED:
-                self.prefix.take_row(one.rows[0])
+            if one.prompt is None:
+                if one.rows[0].state is not RequestState.FINISHED:
+                    self.prefix.take_row(one.rows[0])
+            elif one.num_prefilled:
+                self.prefix.take_prompt(one.prompt, one.num_prefilled)
 
-    def _drop(self, rows: Sequence[Request]) -> None:
+    def _drop(self, rows: Sequence[Request], prompts: Iterable[Prompt]) -> None:
+        """Drop rows, which ends what their prompts still use of the prefix cache."""
         row_ids = [row.id for row in rows]
+        for prompt in prompts:
+            self.prefix.end(prompt)
         with self.prefix.dropping(row_ids) as lent:
             try:
                 self.runner.drop(row_ids, lent)
@@ -333,53 +340,51 @@ class EngineCore:
         self._publish(chunks)
         self._release(self.scheduler.take_released())
 
-    def _prefill(self, rows: Sequence[Request], in_flight_s: float) -> None:
+    def _prefill(self, prompt: Prompt, in_flight_s: float) -> None:
         """Compute the next piece of a prompt: of its next image, or a chunk that ends at the next boundary.
 
         Chunks of several short prompts are computed in one forward.
 
         Args:
-            rows: The rows that share the prompt.
+            prompt: The prompt.
             in_flight_s: Predicted seconds of decoding that the device computes first.
         """
         self._decoded_s, began_s, has_published = None, self._clock(), False
         try:
             can_wait = not self.scheduler.num_decoding and len(self.scheduler.prefills.in_progress) == 1
             copy_s = self._max_stall_s if self.scheduler.num_decoding else math.inf
-            if not self.prefix.begin(rows, DISK_WAIT_S if can_wait else 0.0, copy_s):
-                self.scheduler.prefills.in_progress.wait_for_disk(rows)
-            elif rows[0].spec.images and (image := self.runner.next_image(rows)) is not None:
-                self._encode(rows, image, began_s, in_flight_s)
-            elif max_tokens := self.scheduler.prefills.chunk_tokens(rows):
-                chunks = self._burst(rows, PromptChunk(rows[0], self.prefix.clip(rows, max_tokens)))
-                has_published = self._compute(rows, chunks, began_s, in_flight_s)
+            if not self.prefix.begin(prompt, DISK_WAIT_S if can_wait else 0.0, copy_s):
+                prompt.is_waiting = True
+            elif prompt.row.spec.images and (image := self.runner.next_image(prompt.rows)) is not None:
+                self._encode(prompt, image, began_s, in_flight_s)
+            elif max_tokens := self.scheduler.prefills.chunk_tokens(prompt):
+                chunks = self._burst(PromptChunk(prompt.row, self.prefix.clip(prompt, max_tokens)))
+                has_published = self._compute(chunks, began_s, in_flight_s)
         except MemoryTaken:
-            self.scheduler.readmit(rows)
+            self.scheduler.readmit(prompt)
         except Exception as error:
-            self._prefill_failed(rows, error)
+            self._prefill_failed(prompt, error)
             return
         if has_published:
             if not self.scheduler.num_decoding:  # no decode step follows that would reset the counter
                 self.stats.failed_steps_in_a_row = 0
             self._release(self.scheduler.take_released())
 
-    def _encode(self, rows: Sequence[Request], image: ImageLeft, began_s: float, in_flight_s: float) -> None:
+    def _encode(self, prompt: Prompt, image: ImageLeft, began_s: float, in_flight_s: float) -> None:
         """Compute the next piece of an image; rows decode before the following piece."""
         if not (num_blocks := self.scheduler.prefills.image_blocks(image)):
             return
         num_patches, share = image.num_patches, num_blocks / image.depth
         name = f"a piece of an image of {num_patches} patches ({num_blocks} of {image.depth} blocks)"
         shape = "image", num_patches.bit_length()
-        self.progress.begin(name, self.costs.image_s(num_patches, share), shape, rows)
+        self.progress.begin(name, self.costs.image_s(num_patches, share), shape, prompt.rows)
         piece_began_s = self._clock()
-        self.runner.encode(rows, num_blocks)
+        self.runner.encode(prompt.rows, num_blocks)
         device_s = self._device_s(piece_began_s, in_flight_s)
-        self.scheduler.prefills.record_image(rows, image, num_blocks, self._clock() - began_s, device_s)
+        self.scheduler.prefills.record_image(prompt, image, num_blocks, self._clock() - began_s, device_s)
 
-    def _compute(
-        self, rows: Sequence[Request], chunks: Sequence[PromptChunk], began_s: float, in_flight_s: float
-    ) -> bool:
-        """Compute the next chunk of a prompt, and chunks of others in the same forward.
+    def _compute(self, chunks: Sequence[PromptChunk], began_s: float, in_flight_s: float) -> bool:
+        """Compute the next chunk of a prompt, or chunks of several in one forward.
 
         First tokens are published before the snapshots of their prompts are taken, which need some milliseconds each.
 
@@ -388,11 +393,11 @@ class EngineCore:
         """
         self._track_chunks(chunks)
         chunk_began_s = self._clock()
-        if not (outputs := self._forward(rows, chunks)):
+        if not (outputs := self._forward(chunks)):
             return False
         device_s = self._device_s(chunk_began_s, in_flight_s)
-        prompts = [rows if chunk.row is rows[0] else [chunk.row] for chunk in chunks]
-        self.scheduler.prefills.note(prompts, chunks, self._clock() - began_s)
+        prompts = [chunk.row.prompt for chunk in chunks]
+        self.scheduler.prefills.note(chunks, self._clock() - began_s)
         published = Chunks()
         for prompt, output in zip(prompts, outputs, strict=True):
             published |= self.scheduler.update_prefill(prompt, output)
@@ -401,7 +406,7 @@ class EngineCore:
         for prompt, output in zip(prompts, outputs, strict=True):
             self.prefix.take_at_boundaries(prompt)
             if output.first is not None:
-                self.prefix.end([prompt[0].id])
+                self.prefix.end(prompt)
         self.stats.num_bursts += len(chunks) > 1
         self.scheduler.prefills.record(chunks, self._clock() - began_s, device_s)
         return bool(published)
@@ -419,70 +424,73 @@ class EngineCore:
         shape = "prefill", num_rows, num_tokens.bit_length()
         self.progress.begin(f"{name} at position {start}", seconds, shape, (chunk.row for chunk in chunks))
 
-    def _forward(self, rows: Sequence[Request], chunks: Sequence[PromptChunk]) -> Sequence[PrefillOutput]:
+    def _forward(self, chunks: Sequence[PromptChunk]) -> Sequence[PrefillOutput]:
         """Compute the chunks.
 
         If a shared forward fails, nothing is returned, and each prompt is computed alone in the next steps.
         """
         if len(chunks) == 1:
-            return [self.runner.prefill(rows, chunks[0].num_tokens)]
+            return [self.runner.prefill(chunks[0].row.prompt.rows, chunks[0].num_tokens)]
         try:
             return self.runner.prefill_burst(chunks)
         except Exception as error:
-            self._burst_failed([chunk.row for chunk in chunks], error)
+            self._burst_failed([chunk.row.prompt for chunk in chunks], error)
             return ()
 
-    def _burst(self, rows: Sequence[Request], first: PromptChunk) -> Sequence[PromptChunk]:
+    def _burst(self, first: PromptChunk) -> Sequence[PromptChunk]:
         """Begin other short prompts, and choose the chunks to compute in one forward with the first."""
-        if first.num_tokens < self.prefix.clip(rows, _num_left(rows)):
+        prompt = first.row.prompt
+        if first.num_tokens < self.prefix.clip(prompt, prompt.num_left):
             return [first]
         others = [
-            PromptChunk(other[0], self.prefix.clip(other, _num_left(other)))
+            PromptChunk(other.row, self.prefix.clip(other, other.num_left))
             for other in self.scheduler.prefills.companions(first)
             if self._begin_prompt(other)
         ]
         return self.scheduler.prefills.burst(first, others) if others else [first]
 
-    def _begin_prompt(self, rows: Sequence[Request]) -> bool:
+    def _begin_prompt(self, prompt: Prompt) -> bool:
         """Begin a prompt after its cached prefix, unless another prompt in progress will soon cache a longer one."""
-        if self.prefix.source_of(rows[0]) is not None:
+        if self.scheduler.prefills.source_of(prompt) is not None:
             return False
         try:
-            if self.prefix.begin(rows):
+            if self.prefix.begin(prompt):
                 return True
-            self.scheduler.prefills.in_progress.wait_for_disk(rows)
+            prompt.is_waiting = True
         except MemoryTaken:
-            self.scheduler.readmit(rows)
+            self.scheduler.readmit(prompt)
         except Exception as error:
-            self._prefill_failed(rows, error)
+            self._prefill_failed(prompt, error)
         return False
 
-    def _burst_failed(self, rows: Sequence[Request], error: Exception) -> None:
+    def _burst_failed(self, prompts: Sequence[Prompt], error: Exception) -> None:
         """Drop the rows of a shared forward that failed, and discard the snapshots of their prompts.
 
         The rows may have joined the decode batch already.
         """
-        row_ids = [row.id for row in rows]
+        rows = [prompt.row for prompt in prompts]
         alone = "the shared prefill of %s failed; each prompt is prefilled alone"
-        log.error(alone, ", ".join(row_ids), exc_info=error, extra=named(rows))
+        log.error(alone, ", ".join(row.id for row in rows), exc_info=error, extra=named(rows))
         self.stats.num_failed_bursts += 1
         self.scheduler.prefills.step.close()
-        self.prefix.end(row_ids, failed=True)
-        self._drop(rows)
-        self.scheduler.prefills.in_progress.compute_alone(rows)
+        for prompt in prompts:
+            self.prefix.end(prompt, failed=True)
+        self._drop(rows, ())
+        self.scheduler.prefills.compute_alone(prompts)
 
-    def _prefill_failed(self, rows: Sequence[Request], error: Exception) -> None:
+    def _prefill_failed(self, prompt: Prompt, error: Exception) -> None:
+        row, rows = prompt.row, list(prompt.rows)
         self.scheduler.prefills.step.close()
-        self.prefix.end([rows[0].id], failed=True)
+        self.prefix.end(prompt, failed=True)
         if isinstance(error, InvalidRequest):  # the client's fault does not count towards max_failed_steps
-            self._publish(self.scheduler.fail_prefill(rows, str(error)))
+            self._publish(self.scheduler.fail_prefill(prompt, str(error)))
             return
         failed = "prefill of %s failed after %d tokens"
-        log.error(failed, rows[0].id, rows[0].num_prefilled, exc_info=error, extra=named(rows))
+        log.error(failed, row.id, row.num_prefilled, exc_info=error, extra=named(rows))
         works = self._device_works(rows)
         self.stats.failed_steps_in_a_row += not works
         message, retry_after_s = f"prefill failed: {type(error).__name__}", None if works else retry_after.STEP_FAILED_S
-        self._publish(self.scheduler.fail_prefill(rows, message, retry_after_s))
+        self._publish(self.scheduler.fail_prefill(prompt, message, retry_after_s))
 
     def _device_works(self, rows: Sequence[Request]) -> bool:
         """Return whether a probe forward succeeds: tells a failing device from a prompt that fails by itself."""
@@ -492,8 +500,3 @@ class EngineCore:
             log.exception("the probe forward failed: the device does not work", extra=named(rows))
             return False
         return True
-
-
-def _num_left(rows: Sequence[Request]) -> int:
-    """Return the number of prompt tokens that are not computed yet."""
-    return rows[0].num_tokens - rows[0].num_prefilled

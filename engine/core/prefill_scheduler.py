@@ -9,13 +9,11 @@ from engine.core.prefill import (
     FIXED_PARTS,
     MAX_IDLE_STEP_S,
     MIN_IDLE_STEP_S,
-    Prefill,
     PrefillOrder,
     StepBudget,
 )
-from engine.core.prefills_in_progress import PrefillsInProgress
+from engine.core.prompt import Prompt
 from engine.core.request import Request
-from engine.core.request_queue import QueueEntry
 from engine.core.scheduler_context import SchedulerContext
 
 MIN_PREFILL_TOKENS = 16
@@ -45,14 +43,14 @@ class PrefillScheduler:
         running: The decoding rows by row id; the scheduler's own mapping.
 
     Attributes:
-        in_progress: The prompts in progress.
+        in_progress: The prompts in progress, in the order of their admission.
         step: What prefill may still use in the current step.
         drafts: The drafts that each decoding row verifies in the current step.
         total_s: Seconds that the engine has spent on prompts.
     """
 
     def __init__(self, context: SchedulerContext, running: Mapping[str, Request]):
-        self.in_progress = PrefillsInProgress()
+        self.in_progress: list[Prompt] = []
         self.step = StepBudget()
         self.drafts = PLAIN
         self.total_s = 0.0
@@ -65,24 +63,40 @@ class PrefillScheduler:
         self._running = running
         self._order = PrefillOrder(context.costs)
 
-    def add(self, entry: QueueEntry) -> None:
-        """Begin the prompt of a request with reserved memory."""
-        self.in_progress.add(Prefill(entry, self._prefixes.num_cached(entry.rows[0])))
+    @property
+    def num_rows(self) -> int:
+        """Rows of the prompts in progress."""
+        return sum(len(prompt.rows) for prompt in self.in_progress)
 
-    def remaining_s(self, prefill: Prefill) -> float:
+    def add(self, prompt: Prompt) -> None:
+        """Begin a prompt with reserved memory."""
+        prompt.num_expected = self._prefixes.num_cached(prompt.row)
+        self.in_progress.append(prompt)
+
+    def remove(self, row: Request) -> None:
+        """Remove one row; its prompt ends with the last of its rows."""
+        row.prompt.rows.remove(row)
+        if not row.prompt.rows:
+            self.in_progress.remove(row.prompt)
+
+    def remaining_s(self, prompt: Prompt) -> float:
         """Predict the seconds until a prompt is complete when it is computed alone."""
-        return self._order.remaining_s(prefill)
+        return self._order.remaining_s(prompt)
 
-    def images_s(self, prefill: Prefill) -> float:
+    def images_s(self, prompt: Prompt) -> float:
         """Predict the seconds until a prompt's images are encoded."""
-        return self._order.images_s(prefill)
+        return self._order.images_s(prompt)
+
+    def source_of(self, prompt: Prompt) -> Prompt | None:
+        """Return the prompt in progress that will soon cache a longer prefix of this one than is cached now."""
+        return self._prefixes.source_of(prompt, self.in_progress)
 
     def begin_step(self, drafts: Drafts) -> None:
         """Set the tokens and seconds that prefill may use in this step: decoding rows stall for at most max_stall_s."""
         self.drafts = drafts
         self._memory.end_chunk()
-        for prefill in self.in_progress:
-            prefill.is_waiting = False
+        for prompt in self.in_progress:
+            prompt.is_waiting = False
         config = self._config
         if not self._running:
             self.step = StepBudget(config.prefill_chunk_tokens, self._full_step_s)
@@ -105,7 +119,7 @@ class PrefillScheduler:
 
     # The next chunk
 
-    def choose(self) -> Prefill | None:
+    def choose(self) -> Prompt | None:
         """Choose the next prompt to advance; None if none may advance in this step.
 
         Among the most urgent prompts it is the one with the fewest seconds left, or the oldest when its share of the
@@ -115,19 +129,17 @@ class PrefillScheduler:
         if not (ready := self._ready()):
             return None
         chosen = self._order.choose(ready, self._full_step_s)
-        if not chosen.has_started and (source := self._prefixes.source_of(chosen.rows[0])) is not None:
-            first = next((prefill for prefill in self.in_progress if source in prefill.rows), chosen)
-            is_soon = self._order.images_s(first) <= self._order.remaining_s(chosen)
-            return first if is_soon else chosen
+        if not chosen.has_started and (source := self.source_of(chosen)) is not None:
+            is_soon = self._order.images_s(source) <= self._order.remaining_s(chosen)
+            return source if is_soon else chosen
         return chosen
 
-    def chunk_tokens(self, rows: Sequence[Request]) -> int:
+    def chunk_tokens(self, prompt: Prompt) -> int:
         """Return the number of tokens of this prompt's next chunk; 0 if the step ends before it.
 
         Memory for the chunk's intermediate results stays reserved until the next call.
         """
-        row, step = rows[0], self.step
-        left = row.num_tokens - row.num_prefilled
+        row, step, left = prompt.row, self.step, prompt.num_left
         wanted = min(step.num_tokens, left)
         if (in_time := self._tokens_in_time(row.num_prefilled)) < wanted:
             wanted = _rounded_down(in_time)
@@ -150,17 +162,16 @@ class PrefillScheduler:
             return 0
         return min(max(num_blocks, 1), image.num_blocks)
 
-    def note(self, prompts: Sequence[Sequence[Request]], chunks: Sequence[PromptChunk], seconds: float) -> None:
+    def note(self, chunks: Sequence[PromptChunk], seconds: float) -> None:
         """Note a forward in the timelines of its rows, before they take its output.
 
         Args:
-            prompts: The rows that share each prompt.
-            chunks: The chunk of each prompt.
+            chunks: The chunks.
             seconds: Wall time of the forward; in a forward of several prompts each gets the same share.
         """
         self.total_s += seconds
-        for rows, chunk in zip(prompts, chunks, strict=True):
-            for row in rows:
+        for chunk in chunks:
+            for row in chunk.row.prompt.rows:
                 row.record.computed(chunk.num_tokens, seconds / len(chunks))
 
     def record(self, chunks: Sequence[PromptChunk], seconds: float, device_s: float) -> None:
@@ -175,29 +186,26 @@ class PrefillScheduler:
         start = max(chunk.row.num_prefilled - chunk.num_tokens for chunk in chunks)
         self.step.use(sum(chunk.num_tokens for chunk in chunks), seconds)
         self._costs.record_chunk(longest, start, device_s, len(chunks))
-        rows = {chunk.row.id for chunk in chunks}
-        for prefill in self.in_progress:
-            if prefill.rows[0].id in rows:
-                self._order.record(prefill, seconds / len(chunks))
+        computed = [chunk.row.prompt for chunk in chunks]
+        for prompt in self.in_progress:
+            if prompt in computed:
+                self._order.record(prompt, seconds / len(chunks))
 
-    def record_image(
-        self, rows: Sequence[Request], image: ImageLeft, num_blocks: int, seconds: float, device_s: float
-    ) -> None:
+    def record_image(self, prompt: Prompt, image: ImageLeft, num_blocks: int, seconds: float, device_s: float) -> None:
         """Account for a piece of an image of this prompt. seconds, device_s: see `record`."""
-        prefill = self.in_progress.of(rows[0])
-        prefill.encoded_s += device_s
+        prompt.encoded_s += device_s
         self.total_s += seconds
-        for row in rows:
+        for row in prompt.rows:
             row.record.encoded(image.num_patches, seconds, is_new=image.num_blocks == image.depth)
         self.step.use(0, seconds)
-        self._order.record(prefill, seconds)
+        self._order.record(prompt, seconds)
         self._costs.record_image(image.num_patches, num_blocks / image.depth, device_s)
 
-    def _ready(self) -> list[Prefill]:
+    def _ready(self) -> list[Prompt]:
         """Return the most urgent prompts that may advance now, in the order of their admission."""
-        ready = [prefill for prefill in self.in_progress if not prefill.is_waiting]
+        ready = [prompt for prompt in self.in_progress if not prompt.is_waiting]
         if self._config.scheduler.policy == "priority":
-            ready = [one for one in ready if not any(other.entry.is_before(one.entry) for other in ready)]
+            ready = [one for one in ready if not any(other.is_before(one) for other in ready)]
         return ready
 
     def _tokens_in_time(self, start: int) -> int:
@@ -221,22 +229,22 @@ class PrefillScheduler:
 
     # Several prompts in one forward
 
-    def companions(self, first: PromptChunk) -> list[Sequence[Request]]:
-        """Return the rows of other prompts that may share a forward with this chunk, the shortest first.
+    def companions(self, first: PromptChunk) -> list[Prompt]:
+        """Return other prompts that may share a forward with this chunk, the shortest first.
 
         Their number is a prediction: until they begin, their cached prefixes may be evicted.
         """
-        chosen = self.in_progress.of(first.row)
+        chosen = first.row.prompt
         if not self._may_burst(chosen):
             return []
         others = [one for one in self._ready() if one is not chosen and self._may_burst(one)]
         for one in others:
             if not one.has_started:  # a longer prefix may be cached by now
-                one.num_expected = self._prefixes.num_cached(one.rows[0])
+                one.num_expected = self._prefixes.num_cached(one.row)
         others.sort(key=lambda one: one.end - one.start)
         spans = [(mine := _span(first)), *(_expected_span(one, mine.num_left) for one in others)]
         num = num_together(spans, self._costs, self.step.num_tokens, self.step.seconds)
-        return [tuple(one.rows) for one in others[: num - 1]]
+        return others[: num - 1]
 
     def burst(self, first: PromptChunk, others: Sequence[PromptChunk]) -> Sequence[PromptChunk]:
         """Choose which of these chunks are computed in one forward: `first`, and others while that saves time.
@@ -250,11 +258,18 @@ class PrefillScheduler:
             num -= 1
         return chunks[:num]
 
-    def _may_burst(self, prefill: Prefill) -> bool:
+    def compute_alone(self, prompts: Sequence[Prompt]) -> None:
+        """Begin these prompts anew, each in forwards of its own, after their shared forward has failed."""
+        for prompt in prompts:
+            prompt.is_alone = True
+            for row in prompt.rows:
+                row.num_charged, row.num_prefilled = max(row.num_charged, row.num_prefilled), 0
+
+    def _may_burst(self, prompt: Prompt) -> bool:
         """Return whether the prompt may share a forward now: it must not wait for another prompt's prefix."""
-        if not self._has_bursts or prefill.is_alone or not may_burst(prefill.rows):
+        if not self._has_bursts or prompt.is_alone or not may_burst(prompt):
             return False
-        return prefill.has_started or self._prefixes.source_of(prefill.rows[0]) is None
+        return prompt.has_started or self.source_of(prompt) is None
 
     def _reserve_burst(self, chunks: Sequence[PromptChunk], spans: Sequence[Span]) -> bool:
         """Reserve memory for the forward, evicting snapshots where that costs less time than the forward saves."""
@@ -274,12 +289,12 @@ def _rounded_down(num_tokens: int) -> int:
 
 
 def _span(chunk: PromptChunk) -> Span:
-    row = chunk.row
-    return Span(chunk.num_tokens, row.num_prefilled, row.num_tokens - row.num_prefilled - chunk.num_tokens)
+    prompt = chunk.row.prompt
+    return Span(chunk.num_tokens, prompt.row.num_prefilled, prompt.num_left - chunk.num_tokens)
 
 
-def _expected_span(prefill: Prefill, num_left: int) -> Span:
+def _expected_span(prompt: Prompt, num_left: int) -> Span:
     """Predict the span of a prompt that has not begun, with a boundary `num_left` tokens before its end."""
-    num_tokens = prefill.end - prefill.start
+    num_tokens = prompt.end - prompt.start
     num_left = min(num_left, num_tokens - 1)
-    return Span(num_tokens - num_left, prefill.start, num_left)
+    return Span(num_tokens - num_left, prompt.start, num_left)

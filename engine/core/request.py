@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from engine.core.spec_prefill.plan import num_contiguous
 from engine.core.timeline_recorder import TimelineRecorder
 from engine.protocol import EngineRequest, FinishReason, SamplingParams, choice_seed
 from engine.timeline import RowTimeline
+
+if TYPE_CHECKING:
+    from engine.core.prompt import Prompt
 
 
 class RequestState(Enum):
@@ -55,6 +58,8 @@ class Request:
     """Which choice of the request this is, from 0."""
     matcher: Matcher | None = None
     """The row's grammar, None without one."""
+    prompt: "Prompt" = field(init=False, repr=False)
+    """The rows with which it was queued last; set from then on."""
     state: RequestState = RequestState.WAITING
     num_prefilled: int = 0
     """Computed tokens of the prompt that are in the row's cache."""

@@ -7,11 +7,11 @@ from engine import retry_after
 from engine.core.admission import Admission
 from engine.core.batch import NO_TOKEN, PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.core.memory.victims import Preemption, Victim
-from engine.core.prefill import Prefill
 from engine.core.prefill_scheduler import PrefillScheduler
+from engine.core.prompt import Prompt
 from engine.core.request import Request, RequestState, by_prompt
 from engine.core.request_figures import RequestFigures
-from engine.core.request_queue import QueueEntry, RequestQueue
+from engine.core.request_queue import RequestQueue
 from engine.core.scheduler_context import SchedulerContext
 from engine.core.scheduler_output import Chunks, PreemptedRows, ReleasedRows, SchedulerOutput
 from engine.core.stats import Stats
@@ -63,9 +63,9 @@ class Scheduler:
         return len(self._queue)
 
     @property
-    def queued(self) -> list[QueueEntry]:
-        """The queued requests by rank. Not a copy: the caller must not change it."""
-        return self._queue.entries
+    def queued(self) -> list[Prompt]:
+        """The queued prompts by rank. Not a copy: the caller must not change it."""
+        return self._queue.prompts
 
     @property
     def decoding(self) -> list[Request]:
@@ -79,7 +79,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Rows with reserved device memory: decoding or prefilling."""
-        return len(self._running) + self.prefills.in_progress.num_rows
+        return len(self._running) + self.prefills.num_rows
 
     @property
     def has_work(self) -> bool:
@@ -90,15 +90,15 @@ class Scheduler:
         needs = self.budget.needs
         return tuple(
             QueuedRequest(
-                entry.rows[0].spec.request_id,
+                prompt.row.spec.request_id,
                 position,
-                len(entry.rows),
-                needs.min_bytes(needs.need(entry.rows)),
-                self._queue.waited_s(entry),
+                len(prompt.rows),
+                needs.min_bytes(needs.need(prompt.rows)),
+                self._queue.waited_s(prompt),
                 self._queue.expected_wait_s(position),
-                entry.has_output,
+                prompt.has_output,
             )
-            for position, entry in enumerate(self._queue.order()[:MAX_SHOWN], 1)
+            for position, prompt in enumerate(self._queue.order()[:MAX_SHOWN], 1)
         )
 
     def expected_wait_s(self) -> float | None:
@@ -126,11 +126,11 @@ class Scheduler:
             self._queue.push(rows)
             return
         first, *others = by_prompt(rows)
-        for entry in others:
-            for row in entry:
+        for sharing in others:
+            for row in sharing:
                 row.num_charged = row.num_input_tokens
-        for entry in reversed([first, *others]):  # each is queued before the ones after it
-            self._queue.requeue(entry)
+        for sharing in reversed([first, *others]):  # each is queued before the ones after it
+            self._queue.requeue(sharing)
 
     def abort(self, request_id: str) -> None:
         """Remove all rows of a request, in whatever state they are. Unknown ids are ignored."""
@@ -146,7 +146,7 @@ class Scheduler:
 
     def move_queued(self) -> Chunks:
         """End all queued rows, so that another engine continues them; return their last chunks."""
-        rows = [row for entry in self._queue.order() for row in entry.rows]
+        rows = [row for prompt in self._queue.order() for row in prompt.rows]
         self._stats.num_moved += len(rows)
         for row in rows:
             self._remove(row, FinishReason.MOVED)
@@ -171,32 +171,32 @@ class Scheduler:
         """
         self._stats.num_preempted += len(self._requeue(victim, reason))
 
-    def readmit(self, rows: Sequence[Request]) -> None:
+    def readmit(self, prompt: Prompt) -> None:
         """Return a prompt in progress that has not begun to the queue, as its memory was taken by others meanwhile.
 
         No further prompt advances in this step, before the runner has dropped it. From now on the prompt's reservation
         covers all of its tokens: what it cannot take over, it could not take over again.
         """
         self.prefills.step.close()
-        for row in self._requeue(self.prefills.in_progress.of(rows[0])):
+        for row in self._requeue(prompt):
             row.may_take_over = False
 
     def _requeue(self, victim: Victim, reason: PreemptionReason | None = None) -> list[Request]:
         """Return a victim's rows to the queue, and return them. reason: None if they are not preempted for others."""
-        if isinstance(victim, Prefill):
-            rows, arrived_s = list(victim.rows), victim.entry.arrived_s
-            rows[0].num_restarts += rows[0].num_prefilled > 0 and not rows[0].num_cached
-            released = PreemptedRows(rows, rows[0].num_prefilled)
-        else:
-            assert victim.state is RequestState.RUNNING
-            rows, arrived_s, released = [victim], None, PreemptedRows([victim], None)
-        self._released.preempted.append(released)
         now, load = self._clock(), self._load()
+        if isinstance(victim, Prompt):
+            rows, arrived_s = list(victim.rows), victim.arrived_s
+            victim.row.num_restarts += victim.has_started and not victim.row.num_cached
+            released = PreemptedRows(rows, victim, victim.row.num_prefilled)
+            self.prefills.in_progress.remove(victim)
+        else:
+            rows, arrived_s, released = [victim], None, PreemptedRows([victim])
+            del self._running[victim.id]
+        self._released.preempted.append(released)
         for row in rows:
             row.record.queued(now, load, reason)
-            num_computed = row.num_tokens if released.num_prefilled is None else row.num_prefilled
+            num_computed = row.num_tokens if released.prompt is None else row.num_prefilled
             row.num_charged = max(row.num_charged, num_computed)
-            self._remove_running(row)
             row.state, row.num_prefilled = RequestState.WAITING, 0
             self.budget.release(row.id)
         self._queue.requeue(rows, None if rows[0].output_token_ids else arrived_s)
@@ -219,14 +219,13 @@ class Scheduler:
             self._admit(may_preempt=True)
         return SchedulerOutput(self.take_released(), bool(self._running))
 
-    def next_prompt(self) -> Sequence[Request]:
-        """Return the rows of the next prompt to advance in this step; empty if the step has no time or prompt left."""
+    def next_prompt(self) -> Prompt | None:
+        """Return the next prompt to advance in this step; None if the step has no time or prompt left."""
         if self.prefills.step.is_over:
-            return ()
+            return None
         if self.prefills.step.has_started:
             self._admit(may_preempt=False)
-        prefill = self.prefills.choose()
-        return () if prefill is None else tuple(prefill.rows)
+        return self.prefills.choose()
 
     def update_decode(self, outputs: Mapping[str, RowOutput]) -> Chunks:
         """Give the rows their new tokens. Outputs of rows that are no longer running are discarded."""
@@ -246,34 +245,34 @@ class Scheduler:
             row.num_charged = max(row.num_charged, row.num_tokens)
         return chunks
 
-    def update_prefill(self, rows: Sequence[Request], output: PrefillOutput) -> Chunks:
-        """Account for a chunk of the prompt that these rows share; after its last chunk they join the decode batch."""
-        for row in rows:
+    def update_prefill(self, prompt: Prompt, output: PrefillOutput) -> Chunks:
+        """Account for a chunk of a prompt; after its last chunk its rows join the decode batch."""
+        for row in prompt.rows:
             row.num_prefilled += output.num_tokens
         self._stats.num_prompt_tokens += output.num_tokens
-        own = min(rows[0].num_prefilled, rows[0].num_input_tokens)  # generated tokens are charged as output
-        num_new = min(output.num_tokens, max(0, own - rows[0].num_charged))
-        self._shares.charge(rows[0].spec.client, num_prompt_tokens=num_new)
+        own = min(prompt.row.num_prefilled, prompt.row.num_input_tokens)  # generated tokens are charged as output
+        num_new = min(output.num_tokens, max(0, own - prompt.row.num_charged))
+        self._shares.charge(prompt.client, num_prompt_tokens=num_new)
         if output.first is None:
             return {}
-        assert all(row.num_prefilled == row.num_tokens for row in rows)
-        first = [output.first[row.id] for row in rows]
+        assert not prompt.num_left
+        first = [(row, output.first[row.id]) for row in prompt.rows]
         now = self._clock()
-        if not rows[0].num_generated:
-            self.figures.prompt_done(rows[0])
-        self._join(rows, now)
-        return {row.id: self._take(row, token, now, is_step=False) for row, token in zip(rows, first, strict=True)}
+        if not prompt.row.num_generated:
+            self.figures.prompt_done(prompt.row)
+        self._join(prompt, now)
+        return {row.id: self._take(row, token, now, is_step=False) for row, token in first}
 
-    def _join(self, rows: Sequence[Request], now: float) -> None:
-        self.budget.release_prefill(rows[0])
-        keeps_place = self.prefills.in_progress.complete(rows[0]).is_protected
-        for row in rows:
+    def _join(self, prompt: Prompt, now: float) -> None:
+        self.budget.release_prefill(prompt.row)
+        self.prefills.in_progress.remove(prompt)
+        for row in prompt.rows:
             row.record.joined(now, self.prefills.total_s)
             if row.num_skipped and not row.num_generated:
                 self._stats.num_sparse += 1
                 self._stats.num_skipped_tokens += row.num_skipped
             row.state, row.joined_s = RequestState.RUNNING, now
-            row.keep_until_s = now + self._config.scheduler.ageing_s if keeps_place else 0.0
+            row.keep_until_s = now + self._config.scheduler.ageing_s if prompt.is_protected else 0.0
             self._running[row.id] = row
         self.prefills.step.limit(self._config.scheduler.max_stall_s)  # rows decode now
 
@@ -281,17 +280,16 @@ class Scheduler:
         """Fail every decoding row after the runner was reset: a failed step may have touched any of them."""
         return self._fail(list(self._running.values()), error, retry_after.STEP_FAILED_S)
 
-    def fail_prefill(self, rows: Sequence[Request], error: str, retry_after_s: float | None = None) -> Chunks:
+    def fail_prefill(self, prompt: Prompt, error: str, retry_after_s: float | None = None) -> Chunks:
         """Fail the rows of a prompt in progress. retry_after_s: see TokenChunk."""
-        return self._fail(list(rows), error, retry_after_s)
+        return self._fail(list(prompt.rows), error, retry_after_s)
 
     def _expire(self) -> None:
-        for entry in self._queue.expired():
+        for prompt in self._queue.expired():
             limit_s = self._config.scheduler.queue_timeout_s
-            error = (
-                f"waited {self._queue.waited_s(entry):.0f} s in the queue; the limit is {limit_s:g} s (queue_timeout_s)"
-            )
-            for row in list(entry.rows):
+            waited_s = self._queue.waited_s(prompt)
+            error = f"waited {waited_s:.0f} s in the queue; the limit is {limit_s:g} s (queue_timeout_s)"
+            for row in list(prompt.rows):
                 self._stats.num_expired += 1
                 self._remove(row, FinishReason.EXPIRED)
                 chunk = TokenChunk((), FinishReason.EXPIRED, error, row.index, timeline=row.timeline)
@@ -312,8 +310,8 @@ class Scheduler:
                     self._released.failed |= self._fail_out_of_memory([row], self.budget.extend(row))
                     keeps = False
                 else:
-                    victim = self._preemption.choose_for_growth(list(self.prefills.in_progress))
-                    keeps &= not isinstance(victim, Prefill)
+                    victim = self._preemption.choose_for_growth(self.prefills.in_progress)
+                    keeps &= not isinstance(victim, Prompt)
                     if isinstance(victim, Request):
                         victim.num_growth_preemptions += 1
                     self.preempt(victim, "growth")
@@ -336,37 +334,37 @@ class Scheduler:
             may_preempt: Whether the step has not begun, so that rows may be preempted for an urgent request.
         """
         admission = self._admission
-        while (entry := admission.next_entry()) is not None:
-            if not admission.reserve(entry):
+        while (prompt := admission.next_queued()) is not None:
+            if not admission.reserve(prompt):
                 if may_preempt and admission.is_idle:
-                    missing = self.budget.shortfall_bytes(entry.rows)
-                    self._released.failed |= self._fail_out_of_memory(list(entry.rows), missing)
+                    missing = self.budget.shortfall_bytes(prompt.rows)
+                    self._released.failed |= self._fail_out_of_memory(list(prompt.rows), missing)
                     return
-                entry = self._preempt_or_backfill(entry) if may_preempt else None
-            if entry is None:
+                prompt = self._preempt_or_backfill(prompt) if may_preempt else None
+            if prompt is None:
                 return
-            self._start_prefill(entry)
+            self._start_prefill(prompt)
             if any(one.has_state for one in self._released.preempted):
                 return  # preempted rows must be dropped before they can be admitted again
 
-    def _preempt_or_backfill(self, head: QueueEntry) -> QueueEntry | None:
-        """Return a request with reserved memory when the head does not fit: after preemption, or one that backfills."""
-        entry, victims = self._admission.choose_victims(head)
+    def _preempt_or_backfill(self, head: Prompt) -> Prompt | None:
+        """Return a prompt with reserved memory when the head does not fit: after preemption, or one that backfills."""
+        prompt, victims = self._admission.choose_victims(head)
         for victim in victims:
             self.preempt(victim, "priority" if self._config.scheduler.policy == "priority" else "fairness")
-        if victims and self._admission.reserve(entry, may_wait=False):
-            return entry
+        if victims and self._admission.reserve(prompt, may_wait=False):
+            return prompt
         return None if victims else self._admission.choose_backfill(head)
 
-    def _start_prefill(self, entry: QueueEntry) -> None:
+    def _start_prefill(self, prompt: Prompt) -> None:
         """Admit a request whose memory is reserved, and begin its prefill."""
-        self._queue.remove_admitted(entry)
-        entry.is_protected |= self._queue.waited_s(entry) >= self._config.scheduler.ageing_s
+        self._queue.remove_admitted(prompt)
+        prompt.is_protected |= self._queue.waited_s(prompt) >= self._config.scheduler.ageing_s
         now = self._clock()
-        for row in entry.rows:
+        for row in prompt.rows:
             row.state = RequestState.PREFILL
             row.record.admitted(now)
-        self.prefills.add(entry)
+        self.prefills.add(prompt)
 
     def _take(self, row: Request, output: RowOutput, now: float, is_step: bool = True) -> TokenChunk:
         """Apply the output of a decode step, or of a prefill, to its row; return the chunk to publish at `now`."""
@@ -431,8 +429,7 @@ class Scheduler:
         }
 
     def _load(self) -> Load:
-        prompts = self.prefills.in_progress
-        num_tokens = sum(prefill.end - prefill.start for prefill in prompts)
+        num_tokens = sum(prompt.end - prompt.start for prompt in self.prefills.in_progress)
         return Load(len(self._queue), len(self._running), num_tokens, self.expected_wait_s())
 
     def _remove(self, row: Request, reason: FinishReason) -> None:
@@ -440,7 +437,10 @@ class Scheduler:
         if row.state is RequestState.WAITING:
             self._queue.remove(row)
         else:
-            self._remove_running(row)
+            if row.state is RequestState.RUNNING:
+                del self._running[row.id]
+            else:
+                self.prefills.remove(row)
             self._released.finished.append(row)
         row.state = RequestState.FINISHED
         self._shares.closed(row.spec.client)
@@ -448,13 +448,6 @@ class Scheduler:
         rows.remove(row)
         if not rows:
             del self._rows[row.spec.request_id]
-
-    def _remove_running(self, row: Request) -> None:
-        """Remove a row from the prompts in progress or the decode batch."""
-        if row.state is RequestState.RUNNING:
-            del self._running[row.id]
-        else:
-            self.prefills.in_progress.remove(row)
 
 
 def _appended(row: Request, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:

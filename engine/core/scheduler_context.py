@@ -1,6 +1,6 @@
 """SchedulerContext: what all parts of the scheduler are given. The scheduler itself creates the rest."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,6 +8,7 @@ from engine.config import EngineConfig
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.evictable import Evictable
+from engine.core.prompt import Prompt
 from engine.core.request import Request
 
 
@@ -18,19 +19,19 @@ class Prefixes(Protocol):
         """Return how many tokens of a row's prompt are cached."""
         ...
 
-    def source_of(self, row: Request) -> Request | None:
-        """Return the first row of the prompt in progress that will soon cache a longer prefix of this row's prompt.
+    def source_of(self, prompt: Prompt, in_progress: Iterable[Prompt]) -> Prompt | None:
+        """Return the prompt in progress that will soon cache a longer prefix of this prompt than is cached now.
 
-        The prefix is longer than what is cached now. Returns None without such a prompt.
+        Returns None without one.
         """
         ...
 
-    def assign(self, rows: Sequence[Request]) -> None:
-        """Count the cached keys and values that the request will take over as the request's memory."""
+    def assign(self, prompt: Prompt) -> None:
+        """Count the cached keys and values that a queued prompt will take over as its request's memory."""
         ...
 
-    def revoke(self, rows: Sequence[Request]) -> None:
-        """Undo `assign` for a request that is not admitted."""
+    def revoke(self, prompt: Prompt) -> None:
+        """Undo `assign` for a prompt that is not admitted."""
         ...
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.core.prompt import Prompt
 from engine.core.request import Request
 from engine.protocol import TokenChunk
 
@@ -12,16 +13,18 @@ Chunks = dict[str, TokenChunk]
 
 @dataclass(frozen=True, slots=True)
 class PreemptedRows:
-    """A preempted decoding row, or all rows of a preempted prompt in progress; they are queued again."""
+    """A preempted decoding row, or all rows of a preempted prompt in progress; they are queued again, as a new one."""
 
     rows: Sequence[Request]
-    num_prefilled: int | None
-    """Computed tokens of the prompt; None for a decoding row, which a step in flight may still give tokens."""
+    prompt: Prompt | None = None
+    """The prompt that was in progress; None for a decoding row, which a step in flight may still give tokens."""
+    num_prefilled: int = 0
+    """Computed tokens of that prompt."""
 
     @property
     def has_state(self) -> bool:
         """Whether the runner has computed any of it."""
-        return self.num_prefilled != 0
+        return self.prompt is None or self.num_prefilled > 0
 
 
 @dataclass(slots=True)
@@ -48,6 +51,14 @@ class ReleasedRows:
     def row_ids(self) -> list[str]:
         """Ids of the rows to drop."""
         return [row.id for row in self.rows]
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts of the rows to drop, those included that are computed already."""
+        return [
+            *(row.prompt for row in self.finished),
+            *(one.prompt for one in self.preempted if one.prompt is not None),
+        ]
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from engine.worker.kv_cache import Cursor, SequenceCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import DraftHead
 from engine.worker.pool_layer import PooledCache, PoolInputs, Windows, at_slots, window_positions
-from engine.worker.prefill import Prompt
+from engine.worker.prefill import PromptState
 from engine.worker.quantized_kv import format_of
 from engine.worker.recurrent_layer import stacked
 from engine.worker.window_layer import last_tokens
@@ -286,7 +286,7 @@ class BurstPrefill:
         recurrent: list[Any] = [layer for cache in caches for layer in cache if isinstance(layer, ArraysCache)]
         return [slot for layer in recurrent for slot in layer.cache]
 
-    def advance(self, prompts: Sequence[Prompt], lengths: Sequence[int], padding_id: int = 0) -> mx.array | None:
+    def advance(self, prompts: Sequence[PromptState], lengths: Sequence[int], padding_id: int = 0) -> mx.array | None:
         """Compute the next tokens of each prompt in one forward, evaluated. If it raises, all of the prompts are lost.
 
         Where recurrent layers do not skip padding, it is one forward per distinct length, and where they do not begin
@@ -314,7 +314,9 @@ class BurstPrefill:
                 done = end
         return mx.concatenate([logits[i] for i in sorted(logits)]) if logits else None
 
-    def _forward(self, prompts: Sequence[Prompt], lengths: Sequence[int], padding_id: int) -> list[mx.array | None]:
+    def _forward(
+        self, prompts: Sequence[PromptState], lengths: Sequence[int], padding_id: int
+    ) -> list[mx.array | None]:
         """Compute one forward, evaluated; return each prompt's logits [1, 1, vocab], None for one not complete."""
         starts = [prompt.done for prompt in prompts]
         for prompt, length in zip(prompts, lengths, strict=True):
@@ -343,7 +345,7 @@ class BurstPrefill:
         at = {i: n for n, i in enumerate(complete)}
         return [logits[at[i] : at[i] + 1] if logits is not None and i in at else None for i in range(len(prompts))]
 
-    def _prime(self, head: DraftHead, prompts: Sequence[Prompt], starts: Sequence[int], hidden: mx.array) -> None:
+    def _prime(self, head: DraftHead, prompts: Sequence[PromptState], starts: Sequence[int], hidden: mx.array) -> None:
         """Let the head read the new hidden states of each prompt; see Prefill._prime."""
         starts = [start - (prompt.hidden is not None) for prompt, start in zip(prompts, starts, strict=True)]
         spans = list(zip(prompts, starts, strict=True))

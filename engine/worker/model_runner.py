@@ -53,7 +53,7 @@ from engine.worker.language_model import LanguageModel
 from engine.worker.log_odds import log_odds, unsupported_reason
 from engine.worker.mtp import DraftHead, MTPHead
 from engine.worker.pooling import PooledStates
-from engine.worker.prefill import Prefill, Prompt, first_tokens
+from engine.worker.prefill import Prefill, PromptState, first_tokens
 from engine.worker.processors import advance_matcher
 from engine.worker.quantized_kv import format_of
 from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays
@@ -118,7 +118,7 @@ class MLXRunner:
         paths = FastPaths.of(self._language_model, model.config["model_type"])
         compiled = use_compiled(config, paths)
         self._batch = DecodeBatch(self._language_model, self._head, model.vocab_size, compiled)
-        self._prompts: dict[str, Prompt] = {}  # by the ids of the rows that share it
+        self._prompts: dict[str, PromptState] = {}  # by the ids of the rows that share it
         self.max_context_tokens, self.vocab_size = model.max_context_tokens, model.vocab_size
         self.drafts: Sequence[Drafts]
         self.no_drafts: Mapping[Proposer, str]
@@ -344,7 +344,7 @@ class MLXRunner:
         _advance_matchers(rows, first)
         return PrefillOutput(num_tokens, {row.id: output for row, output in zip(rows, first, strict=True)})
 
-    def _prompt_of(self, rows: Sequence[Request]) -> Prompt:
+    def _prompt_of(self, rows: Sequence[Request]) -> PromptState:
         """Return the prompt that these rows share; begin it if necessary."""
         prompt = self._prompts.get(rows[0].id)
         if prompt is None:
@@ -369,7 +369,7 @@ class MLXRunner:
             outputs[i].first = {row.id: output}
         return outputs
 
-    def _pool(self, row: Request, prompt: Prompt, pooled: PooledStates, max_tokens: int) -> PrefillOutput:
+    def _pool(self, row: Request, prompt: PromptState, pooled: PooledStates, max_tokens: int) -> PrefillOutput:
         num_tokens, is_complete = self._prefill.pool(prompt, pooled, max_tokens)
         if not is_complete:
             return PrefillOutput(num_tokens)
@@ -378,7 +378,7 @@ class MLXRunner:
         result = pooled.vector() if scored is None else log_odds(self._language_model, pooled.state, scored)
         return PrefillOutput(num_tokens, {row.id: RowOutput((), embedding=result)})
 
-    def _joining_row(self, row: Request, prompt: Prompt, first: RowOutput, moves: bool) -> JoiningRow:
+    def _joining_row(self, row: Request, prompt: PromptState, first: RowOutput, moves: bool) -> JoiningRow:
         """Return a joining row for a complete prompt. moves: see JoiningRow."""
         token_id, position = first.token_ids[0], prompt.next_position
         looks_up = "prompt_lookup" not in self.no_drafts

@@ -34,8 +34,8 @@ from engine.worker.vision import ImageEncoding, VisionEncoder
 
 
 @dataclass(slots=True)
-class Prompt:
-    """A prompt in progress. L: number of its computed tokens."""
+class PromptState:
+    """The state of a prompt in progress. L: number of its tokens that are computed, then or later."""
 
     token_ids: np.ndarray
     """int32 [L], the computed tokens."""
@@ -103,7 +103,7 @@ class Prefill:
         self.image_token_id = image_token_id
         self._slots_like: list[KeysValues] = []  # one token's keys and values per attention layer, once known
 
-    def begin(self, request: Request) -> Prompt:
+    def begin(self, request: Request) -> PromptState:
         """Begin a prompt with empty caches. Raises InvalidRequest if its tokens and images do not match."""
         ids, images = request.prompt_token_ids, request.spec.images
         index, positions, next_position = np.empty(0, np.int32), np.arange(len(ids), dtype=np.int32), len(ids)
@@ -127,7 +127,7 @@ class Prefill:
         self._make_room([*cache, *(head_cache or [])], len(ids))
         if self._head is not None and head_cache is not None:
             self._head.begin(int(request.prompt_token_ids[0]), head_cache)
-        prompt = Prompt(ids, successors, cache, positions, next_position, index, head_cache)
+        prompt = PromptState(ids, successors, cache, positions, next_position, index, head_cache)
         prompt.pooled = None if request.spec.pooling is None else PooledStates(request.spec.pooling)
         if request.spec.prompt_logprobs is not None and not request.output_token_ids:
             prompt.logprobs = PromptLogprobs(request.spec.prompt_logprobs)
@@ -145,7 +145,7 @@ class Prefill:
 
     def restore(
         self,
-        prompt: Prompt,
+        prompt: PromptState,
         snapshot: StateSnapshot,
         images: tuple[ImagePatches, ...],
         lend: Sequence[KVSegment] = (),
@@ -163,7 +163,7 @@ class Prefill:
             prompt.num_images_restored += 1
 
     def snapshot(
-        self, prompt: Prompt, parent: KVSegment | None, lend: bool = False, num_tokens: int | None = None
+        self, prompt: PromptState, parent: KVSegment | None, lend: bool = False, num_tokens: int | None = None
     ) -> StateSnapshot | None:
         """Take a snapshot of a prompt between two chunks; None if its state is not finite.
 
@@ -190,7 +190,7 @@ class Prefill:
             raise InvalidRequest(f"the prompt has {len(index)} image tokens, its images have {expected}", "messages")
         return index
 
-    def next_image(self, prompt: Prompt, images: tuple[ImagePatches, ...]) -> ImageLeft | None:
+    def next_image(self, prompt: PromptState, images: tuple[ImagePatches, ...]) -> ImageLeft | None:
         """Return the next image of the prompt to encode; None when there is none left."""
         while (index := prompt.num_images_restored + len(prompt.features)) < len(images):
             assert self._vision is not None
@@ -204,12 +204,12 @@ class Prefill:
             prompt.all_features = mx.concatenate(prompt.features)
         return None
 
-    def encode(self, prompt: Prompt, num_blocks: int) -> None:
+    def encode(self, prompt: PromptState, num_blocks: int) -> None:
         """Compute the next `num_blocks` blocks of the image that `next_image` returned."""
         assert self._vision is not None and prompt.encoding is not None
         self._vision.advance(prompt.encoding, num_blocks)
 
-    def advance(self, prompt: Prompt, max_tokens: int) -> tuple[int, mx.array | None]:
+    def advance(self, prompt: PromptState, max_tokens: int) -> tuple[int, mx.array | None]:
         """Compute the next chunk. Return its size, and after the last chunk the logits [1, 1, vocab], else None."""
         start = prompt.done
         most = max_tokens if prompt.logprobs is None else min(max_tokens, CHUNK_TOKENS)
@@ -235,7 +235,7 @@ class Prefill:
             mx.eval([layer.state for layer in prompt.layers], [] if prompt.hidden is None else prompt.hidden)
         return end - start, logits
 
-    def pool(self, prompt: Prompt, pooled: PooledStates, max_tokens: int) -> tuple[int, bool]:
+    def pool(self, prompt: PromptState, pooled: PooledStates, max_tokens: int) -> tuple[int, bool]:
         """Compute the next chunk of a prompt with `pooling`. Return its size, and whether it is the last."""
         start = prompt.done
         end = prompt.done = min(start + max_tokens, len(prompt.token_ids))
@@ -244,7 +244,7 @@ class Prefill:
         mx.eval([layer.state for layer in prompt.cache])
         return end - start, end == len(prompt.token_ids)
 
-    def _prime(self, head: DraftHead, prompt: Prompt, hidden: mx.array) -> None:
+    def _prime(self, head: DraftHead, prompt: PromptState, hidden: mx.array) -> None:
         """Let the head read each new hidden state with the token after it; the newest state waits for its token."""
         assert prompt.head_cache is not None
         before, start = hidden[:, :-1], prompt.done - hidden.shape[1]
@@ -256,7 +256,7 @@ class Prefill:
         prompt.hidden = mx.contiguous(hidden[:, -1:])
         mx.async_eval(prompt.hidden)
 
-    def _embed(self, prompt: Prompt, token_ids: mx.array) -> ImageChunk | None:
+    def _embed(self, prompt: PromptState, token_ids: mx.array) -> ImageChunk | None:
         """Embed the next chunk of a prompt, [1, L]; None for a chunk of text."""
         start, end = prompt.done, prompt.done + token_ids.shape[1]
         first, last = np.searchsorted(prompt.image_index, (start, end))

@@ -43,7 +43,7 @@ from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.worker import blas, loader
 from engine.worker.decode import JoiningRow
 from engine.worker.model_runner import MLXRunner
-from engine.worker.prefill import Prompt, first_tokens
+from engine.worker.prefill import PromptState, first_tokens
 from tests.benchmarks.measure import Spread, heading, percentile, provenance, table
 from tests.benchmarks.serve_bench import text_content
 from tests.support.tasks import TASKS, requests
@@ -231,7 +231,7 @@ class GatedRunner(MLXRunner):
         self.no_bursts: str | None = "each prompt is prefilled once and kept"
         self.is_open = False
         self.counts = Counts()
-        self._kept: dict[str, tuple[Prompt, list[RowOutput]]] = {}
+        self._kept: dict[str, tuple[PromptState, list[RowOutput]]] = {}
 
     def decode(self, drafts: Drafts = PLAIN) -> dict[str, RowOutput]:
         outputs = super().decode(drafts) if self.is_open else {}

@@ -22,6 +22,7 @@ from typing import Any
 
 from engine.core import admission, prefill, prefill_scheduler
 from engine.core.prefix_cache import eligibility, eviction, lineages, reuse_forecast, snapshot_memory, snapshot_taker
+from engine.core.prompt import Prompt
 from tests.benchmarks.agents_sim import LOADS, Load, Together, figures
 from tests.benchmarks.measure import heading, table
 from tests.benchmarks.sim_runner import MACHINES
@@ -83,12 +84,12 @@ def _together(*changes: Callable[[], None]) -> Callable[[], None]:
     return change
 
 
-def _first_come(order: prefill.PrefillOrder, prefills: Sequence[prefill.Prefill], chunk_s: float) -> prefill.Prefill:
-    return prefills[0]
+def _first_come(order: prefill.PrefillOrder, prompts: Sequence[Prompt], chunk_s: float) -> Prompt:
+    return prompts[0]
 
 
-def _shortest(order: prefill.PrefillOrder, prefills: Sequence[prefill.Prefill], chunk_s: float) -> prefill.Prefill:
-    return min(prefills, key=order.remaining_s)
+def _shortest(order: prefill.PrefillOrder, prompts: Sequence[Prompt], chunk_s: float) -> Prompt:
+    return min(prompts, key=order.remaining_s)
 
 
 def _backfill_until_aged(part: admission.Admission, head: Any) -> Any:
@@ -99,9 +100,9 @@ def _backfill_until_aged(part: admission.Admission, head: Any) -> Any:
     head.blocked_s = now if head.blocked_s is None else head.blocked_s
     if now - head.blocked_s >= part._config.scheduler.ageing_s:
         return None
-    for entry in part._queue.order()[: 1 + admission.MAX_PASSING]:
-        if entry is not head and part.reserve(entry):
-            return entry
+    for prompt in part._queue.order()[: 1 + admission.MAX_PASSING]:
+        if prompt is not head and part.reserve(prompt):
+            return prompt
     return None
 
 
@@ -138,12 +139,12 @@ def _by_leaf(order: eviction.EvictionOrder, node: Any) -> float:
 
 
 NO_GROWTH = _set(admission.Admission, "_growth_tokens", lambda self, prompt_s, num_prompt_tokens: 0)
-NO_GROUP_EVICTION = _set(admission.Admission, "_evict_for_group", lambda self, entry: None)
+NO_GROUP_EVICTION = _set(admission.Admission, "_evict_for_group", lambda self, prompt: None)
 NO_EASY = _set(admission.Admission, "choose_backfill", _backfill_until_aged)
 SHORTEST = _set(prefill.PrefillOrder, "choose", _shortest)
 FIRST_COME = _set(prefill.PrefillOrder, "choose", _first_come)
-NO_PATIENCE = _set(admission.Admission, "_may_evict", lambda self, entry, num_bytes: True)
-NO_BURSTS = _set(prefill_scheduler.PrefillScheduler, "_may_burst", lambda self, prefill: False)
+NO_PATIENCE = _set(admission.Admission, "_may_evict", lambda self, prompt, num_bytes: True)
+NO_BURSTS = _set(prefill_scheduler.PrefillScheduler, "_may_burst", lambda self, prompt: False)
 
 ARMS: dict[str, tuple[str, Callable[[], None]]] = {
     "now": ("nothing changed", _together()),

@@ -5,7 +5,7 @@ import gc
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.batch import PLAIN, Drafts
 from engine.core.memory.budget import HEADROOM_SHARE
+from engine.core.prompt import Prompt
 from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
@@ -56,8 +57,8 @@ class Books:
         self._scheduled = self.booked()
         return work
 
-    def _watched_chunk(self, rows: Sequence[Request]) -> int:
-        num_tokens = self._chunk_tokens(rows)
+    def _watched_chunk(self, prompt: Prompt) -> int:
+        num_tokens = self._chunk_tokens(prompt)
         self._scheduled = max(self._scheduled, self.booked())
         return num_tokens
 

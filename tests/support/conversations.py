@@ -17,7 +17,7 @@ import numpy as np
 from engine.config import EngineConfig, PrefixCacheConfig
 from engine.core.batch import ModelRunner
 from engine.core.prefix_cache.snapshot_boundaries import LEAST_TOKENS
-from engine.core.request import Request
+from engine.core.prompt import Prompt
 from engine.protocol import (
     Boundary,
     CacheMiss,
@@ -169,14 +169,14 @@ class Beginnings:
     overlap: bool = False
 
     def listen(self, driver: Driver) -> Driver:
-        prefix, sessions = driver.core.prefix, driver.core.prefix._sessions
+        prefix, prefills = driver.core.prefix, driver.core.scheduler.prefills
         begin = prefix.begin
 
-        def heard(rows: Sequence[Request], wait_s: float = 0.0, copy_s: float = 0.0) -> bool:
-            if rows[0].id not in sessions:
-                self.overlap |= bool(sessions)
-                self.request_ids.append(rows[0].spec.request_id)
-            return begin(rows, wait_s, copy_s)
+        def heard(prompt: Prompt, wait_s: float = 0.0, copy_s: float = 0.0) -> bool:
+            if prompt.session is None:
+                self.overlap |= any(other.session is not None for other in prefills.in_progress)
+                self.request_ids.append(prompt.row.spec.request_id)
+            return begin(prompt, wait_s, copy_s)
 
         prefix.begin = heard
         return driver

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from engine.core.cost_model import CostModel
-from engine.core.prefill import Prefill
+from engine.core.prompt import Prompt
 from engine.core.request import Request, RequestState
-from engine.core.request_queue import QueueEntry
 from engine.core.scheduler_context import SchedulerContext
 from engine.core.virtual_token_counter import VirtualTokenCounter
 
@@ -20,7 +19,7 @@ LATE_PART = 0.8
 """After this share of queue_timeout_s a request may preempt rows earlier, because it would expire soon."""
 
 
-Victim = Request | Prefill
+Victim = Request | Prompt
 """A decoding row, or a prompt in progress with all its rows."""
 
 V = TypeVar("V", bound=Victim)
@@ -45,37 +44,36 @@ class Preemption:
         self._running = running
 
     def choose_for_priority(
-        self, entry: QueueEntry, now: float, num_rows: int, num_bytes: int, prefills: Sequence[Prefill]
+        self, queued: Prompt, now: float, num_rows: int, num_bytes: int, in_progress: Sequence[Prompt]
     ) -> list[Victim]:
         """Choose among less urgent rows and prompts, the least urgent and latest first; empty if they do not suffice.
 
         Args:
-            entry: The queued request.
+            queued: The queued prompt.
             now: Time on the scheduler's clock.
             num_rows: Free rows.
             num_bytes: Bytes that can be evicted for the request.
-            prefills: The prompts in progress.
+            in_progress: The prompts in progress.
         """
-        prompts = [one for one in reversed(prefills) if self._may_preempt_prefill(one, entry, now)]
-        weaker = [one for one in [*prompts, *self._unprotected(now)] if _priority(one) > entry.priority]
-        return self._enough(entry, sorted(weaker, key=_priority, reverse=True), num_rows, num_bytes)
+        prompts = [one for one in reversed(in_progress) if self._may_preempt_prompt(one, queued, now)]
+        weaker = [one for one in [*prompts, *self._unprotected(now)] if _priority(one) > queued.priority]
+        return self._enough(queued, sorted(weaker, key=_priority, reverse=True), num_rows, num_bytes)
 
-    def _may_preempt_prefill(self, prefill: Prefill, entry: QueueEntry, now: float) -> bool:
+    def _may_preempt_prompt(self, prompt: Prompt, queued: Prompt, now: float) -> bool:
         """Return whether a more urgent request may preempt a prompt in progress.
 
         A protected prompt is preempted only after its first chunk, and only by a request that has waited for as long as
         its own prompt takes and as recomputing the protected one takes, doubled for each earlier restart: a stream of
         urgent requests can neither keep it from beginning nor restart it for ever.
         """
-        if not prefill.entry.is_protected:
+        if not prompt.is_protected:
             return True
-        if not prefill.has_started:
+        if not prompt.has_started:
             return False
-        row = prefill.rows[0]
-        own_s = self._costs.prompt_s(0, entry.rows[0].num_tokens)
-        return now - entry.arrived_s >= max(own_s, recompute_s(row, self._costs)) * 2**row.num_restarts
+        own_s, row = self._costs.prompt_s(0, queued.end), prompt.row
+        return now - queued.arrived_s >= max(own_s, recompute_s(row, self._costs)) * 2**row.num_restarts
 
-    def choose_for_fairness(self, entry: QueueEntry, now: float, num_rows: int, num_bytes: int) -> list[Request]:
+    def choose_for_fairness(self, queued: Prompt, now: float, num_rows: int, num_bytes: int) -> list[Request]:
         """Choose the latest rows of clients above their fair share, in rows or bytes, for a client below its own.
 
         The choice is empty if they do not suffice, or if recomputing them takes longer than the request has waited. The
@@ -87,24 +85,24 @@ class Preemption:
         for row in self._running.values():
             num_rows_of[row.spec.client] += 1
             parts[row.spec.client] += self._budget.row_share(row)
-        if num_rows_of[entry.client] + len(entry.rows) > max_rows:
+        if num_rows_of[queued.client] + len(queued.rows) > max_rows:
             return []
-        is_late = now - entry.arrived_s >= LATE_PART * self._config.scheduler.queue_timeout_s and not entry.has_output
+        is_late = now - queued.arrived_s >= LATE_PART * self._config.scheduler.queue_timeout_s and not queued.has_output
         min_run = 1.0 if is_late else MIN_RUN_PER_RECOMPUTE
         candidates = []
         for row in self._unprotected(now):
             if now - row.joined_s < min_run * recompute_s(row, self._costs):
                 continue
             client = row.spec.client
-            if client != entry.client and (num_rows_of[client] > max_rows or parts[client] > 1 / num_clients):
+            if client != queued.client and (num_rows_of[client] > max_rows or parts[client] > 1 / num_clients):
                 candidates.append(row)
                 num_rows_of[client] -= 1
                 parts[client] -= self._budget.row_share(row)
-        victims = self._enough(entry, candidates, num_rows, num_bytes)
+        victims = self._enough(queued, candidates, num_rows, num_bytes)
         lost_s = sum(recompute_s(row, self._costs) for row in victims)
-        return victims if lost_s <= now - entry.arrived_s else []
+        return victims if lost_s <= now - queued.arrived_s else []
 
-    def choose_for_growth(self, prefills: Sequence[Prefill]) -> Victim:
+    def choose_for_growth(self, in_progress: Sequence[Prompt]) -> Victim:
         """Return the decoding row or prompt in progress that is least urgent and, among those, cheapest to recompute.
 
         The growing row itself may be chosen.
@@ -114,19 +112,19 @@ class Preemption:
             priority = _priority(one) if self._config.scheduler.policy == "priority" else 0
             return -priority, recompute_s(_rows(one)[0], self._costs)
 
-        return min([*reversed(prefills), *reversed(list(self._running.values()))], key=price)
+        return min([*reversed(in_progress), *reversed(list(self._running.values()))], key=price)
 
     def _unprotected(self, now: float) -> list[Request]:
         """Return the rows that may be preempted now, the latest first."""
         return [row for row in reversed(list(self._running.values())) if row.keep_until_s <= now]
 
-    def _enough(self, entry: QueueEntry, candidates: Sequence[V], num_rows: int, num_bytes: int) -> list[V]:
+    def _enough(self, queued: Prompt, candidates: Sequence[V], num_rows: int, num_bytes: int) -> list[V]:
         """Return the shortest prefix of the candidates that suffices; empty if all together do not."""
 
         def suffice(num: int) -> bool:
             preempted = [row.id for one in candidates[:num] for row in _rows(one)]
-            missing = self._budget.shortfall_bytes(entry.rows, preempted, entry.growth_tokens)
-            return len(entry.rows) <= num_rows + len(preempted) and missing <= num_bytes
+            missing = self._budget.shortfall_bytes(queued.rows, preempted, queued.growth_tokens)
+            return len(queued.rows) <= num_rows + len(preempted) and missing <= num_bytes
 
         if not suffice(len(candidates)):
             return []
@@ -140,7 +138,7 @@ def recompute_s(row: Request, costs: CostModel) -> float:
 
 
 def _rows(victim: Victim) -> Sequence[Request]:
-    return victim.rows if isinstance(victim, Prefill) else [victim]
+    return victim.rows if isinstance(victim, Prompt) else [victim]
 
 
 def _priority(victim: Victim) -> int:

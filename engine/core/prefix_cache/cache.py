@@ -29,6 +29,7 @@ from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.core.prefix_cache.snapshot_taker import SnapshotTaker
 from engine.core.prefix_cache.status import cache_status
 from engine.core.prefix_cache.store import SnapshotStore
+from engine.core.prompt import Prompt
 from engine.core.request import Request
 from engine.core.stats import Stats
 from engine.protocol import Boundary, CacheCleared, CacheMiss, CacheStatus, EngineRequest
@@ -81,7 +82,6 @@ class PrefixCache:
         self._stats = stats
         self._prompt_s = costs.prompt_s
         self._clock = clock
-        self._sessions: dict[str, PrefixCacheSession] = {}  # by the id of the first row
         self._next_check_s = 0.0
         self.off_reason = runner.no_snapshots if config.enabled else "prefix_cache.enabled is false"
         if self.off_reason is not None:
@@ -127,23 +127,23 @@ class PrefixCache:
         self.store.touch(node)
         return node.num_tokens
 
-    def source_of(self, row: Request) -> Request | None:
-        """Return the first row of the prompt in progress that will store the longest prefix of this row's prompt.
+    def source_of(self, prompt: Prompt, in_progress: Iterable[Prompt]) -> Prompt | None:
+        """Return the prompt in progress that will store the longest prefix of a prompt that has not begun.
 
         None if a prefix as long is cached already, or no prompt in progress shares one.
         """
-        others = [one for one in self._sessions.values() if one.row is not row and one.has_restored and one.todo]
-        if not others or not self._is_used_by(row) or row.id in self._sessions:
+        others = [(one, one.session) for one in in_progress if one.session is not None and one.session.is_storing]
+        if not others or not self._is_used_by(prompt.row) or prompt.session is not None:
             return None
-        key = eligibility.key_of(row, self._runner)
-        longest, source = self.num_cached(row), None
-        for other in others:
-            if other.key.tenant != key.tenant:
+        key = eligibility.key_of(prompt.row, self._runner)
+        longest, source = self.num_cached(prompt.row), None
+        for other, session in others:
+            if session.key.tenant != key.tenant:
                 continue
-            num_common = min(key.num_common(other.key), eligibility.max_tokens(row, key))
-            reached = max((b.num_tokens for b in other.todo if b.num_tokens <= num_common), default=0)
+            num_common = min(key.num_common(session.key), eligibility.max_tokens(prompt.row, key))
+            reached = max((b.num_tokens for b in session.todo if b.num_tokens <= num_common), default=0)
             if reached >= longest + self._min_tokens:
-                longest, source = reached, other.row
+                longest, source = reached, other
         return source
 
     def boundary_digests(self, row: Request) -> list[tuple[BoundaryKind, int, str]]:
@@ -154,27 +154,27 @@ class PrefixCache:
         digests = dict(key.digests(sorted(one.num_tokens for one in row.spec.boundaries)))
         return [(b.kind, b.num_tokens, digests[b.num_tokens]) for b in row.spec.boundaries if b.num_tokens in digests]
 
-    def assign(self, rows: Sequence[Request]) -> None:
-        """Count the keys and values that a request will take over from the cache as the request's memory."""
-        row = rows[0]
-        if not row.may_take_over or not eligibility.may_lend(rows) or self.num_cached(row) == 0:
+    def assign(self, prompt: Prompt) -> None:
+        """Count the keys and values that a queued prompt will take over from the cache as its request's memory."""
+        row = prompt.row
+        if not row.may_take_over or not eligibility.may_lend(prompt.rows) or self.num_cached(row) == 0:
             return
         key = eligibility.key_of(row, self._runner)
         node = self.store.match(key, eligibility.max_tokens(row, key), in_memory=True)
         if node is not None:
             self._loans.assign(row.id, node)
 
-    def revoke(self, rows: Sequence[Request]) -> None:
-        """Undo `assign` for a request that is not admitted."""
-        self._loans.revoke(rows[0].id)
+    def revoke(self, prompt: Prompt) -> None:
+        """Undo `assign` for a prompt that is not admitted."""
+        self._loans.revoke(prompt.row.id)
 
     # Prompts in progress
 
-    def begin(self, rows: Sequence[Request], wait_s: float = 0.0, copy_s: float = 0.0) -> bool:
+    def begin(self, prompt: Prompt, wait_s: float = 0.0, copy_s: float = 0.0) -> bool:
         """Restore the longest stored prefix of a prompt that has not begun.
 
         Args:
-            rows: The rows that share the prompt.
+            prompt: The prompt, with reserved memory.
             wait_s: How long to wait for the disk or another node, in seconds.
             copy_s: How long to copy layers read from disk to the device, in seconds; at least one layer is copied.
 
@@ -185,17 +185,14 @@ class PrefixCache:
             InvalidRequest: The request is at fault, not the snapshot.
             MemoryTaken: The request must be admitted again.
         """
-        row = rows[0]
-        if not self._is_used_by(row):
+        row, session = prompt.row, prompt.session
+        if not self._is_used_by(row) or (session is not None and session.has_restored):
             return True
-        session = self._sessions.get(row.id)
         if session is None:
             key = eligibility.key_of(row, self._runner)
             session = PrefixCacheSession(row, key, eligibility.max_tokens(row, key), holder=row.spec.holder)
-            self._sessions[row.id] = session
-        elif session.has_restored:
-            return True
-        if not self._restorer.restore(rows, session, wait_s, copy_s):
+            prompt.session = session
+        if not self._restorer.restore(prompt.rows, session, wait_s, copy_s):
             return False
         if session.base is None:
             self._loans.give_up(row.id)
@@ -203,39 +200,48 @@ class PrefixCache:
             self._answers.used(session.base.kind)
         num_cached, miss = row.num_prefilled, None
         if not row.num_generated:  # a preempted row was recorded before
-            miss = self._record(rows, session.key, num_cached)
+            miss = self._record(prompt.rows, session.key, num_cached)
         saved_s = self._prompt_s(0, num_cached) if num_cached else 0.0
-        for one in rows:
+        for one in prompt.rows:
             one.record.restored(num_cached, saved_s, miss)
         session.todo = self._boundaries(row, session.key, num_cached)
         return True
 
-    def clip(self, rows: Sequence[Request], max_tokens: int) -> int:
+    def clip(self, prompt: Prompt, max_tokens: int) -> int:
         """Return the size of a chunk of at most `max_tokens` that ends where the runner must take a snapshot.
 
         A chunk always ends with the system part, which other prompts may wait for.
         """
-        session = self._sessions.get(rows[0].id)
-        if session is None:
+        if prompt.session is None:
             return max_tokens
-        ends = [b.num_tokens for b in session.todo if b.kind == "system" or not self._runner.snapshots_prefixes]
-        return min([max_tokens, *(end - rows[0].num_prefilled for end in ends)])
+        ends = [b.num_tokens for b in prompt.session.todo if b.kind == "system" or not self._runner.snapshots_prefixes]
+        return min([max_tokens, *(end - prompt.row.num_prefilled for end in ends)])
 
-    def take_at_boundaries(self, rows: Sequence[Request]) -> None:
+    def take_at_boundaries(self, prompt: Prompt) -> None:
         """Take the snapshots at the boundaries that the last chunk of a prompt has reached or passed."""
-        if (session := self._sessions.get(rows[0].id)) is not None:
-            self._taker.take_at_boundaries(rows, session)
+        if prompt.session is not None:
+            self._taker.take_at_boundaries(prompt.rows, prompt.session)
 
-    def take_prompt(self, rows: Sequence[Request], num_tokens: int) -> None:
+    def take_prompt(self, prompt: Prompt, num_tokens: int) -> None:
         """Take the state of a preempted prompt after its first `num_tokens` tokens."""
-        if (session := self._sessions.get(rows[0].id)) is not None:
-            self._taker.take_prompt(rows, session, num_tokens)
+        if prompt.session is not None:
+            self._taker.take_prompt(prompt.rows, prompt.session, num_tokens)
 
-    def end(self, row_ids: Iterable[str], failed: bool = False) -> None:
-        """End the sessions of these prompts. failed: discard the snapshots that they have stored."""
-        for row_id in row_ids:
-            if (session := self._sessions.pop(row_id, None)) is not None:
-                self._end(session, failed)
+    def end(self, prompt: Prompt, failed: bool = False) -> None:
+        """End a prompt's use of the cache, if it has not ended. failed: discard the snapshots that it has stored."""
+        if (session := prompt.session) is None:
+            return
+        prompt.session = None
+        if failed:
+            for node in filter(None, map(self.store.get, session.stored)):
+                if self._disk is not None:
+                    self._disk.forget(node)
+                else:
+                    self.store.forget(node)
+            self._loans.lost([session.row.id])
+        if session.base is not None:
+            self.store.release(session.base)
+        self._restorer.end(session)
 
     # Rows
 
@@ -250,12 +256,11 @@ class PrefixCache:
 
     @contextmanager
     def dropping(self, row_ids: Sequence[str]) -> Iterator[Mapping[str, Sequence[KVSegment]]]:
-        """End the sessions of rows that the runner drops within the block, and bring their KV segments back.
+        """Bring the KV segments of rows back that the runner drops within the block.
 
         Yields:
             The segments to copy back, by row id; those that are not copied back are lost.
         """
-        self.end(row_ids)
         with self._loans.dropping(row_ids) as lent:
             yield lent
 
@@ -305,7 +310,6 @@ class PrefixCache:
 
         An inconsistent cache is emptied, because it might serve wrong tokens.
         """
-        assert not self._sessions
         if (began_s := self._clock()) < self._next_check_s:
             return
         if (error := self.store.integrity_error()) is not None:
@@ -327,7 +331,6 @@ class PrefixCache:
 
     def close(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for pending writes, then release all snapshots on the device thread."""
-        self.end(list(self._sessions))
         if self._disk is not None:
             self._loans.write_all()
             self._disk.shut_down(timeout_s)
@@ -337,18 +340,6 @@ class PrefixCache:
         """Return whether a row's prompt may continue from a snapshot."""
         has_started = bool(row.output_token_ids)  # then the logprobs of its prompt have been sent
         return self.off_reason is None and (has_started or not row.spec.computes_all)
-
-    def _end(self, session: PrefixCacheSession, failed: bool) -> None:
-        if failed:
-            for node in filter(None, map(self.store.get, session.stored)):
-                if self._disk is not None:
-                    self._disk.forget(node)
-                else:
-                    self.store.forget(node)
-            self._loans.lost([session.row.id])
-        if session.base is not None:
-            self.store.release(session.base)
-        self._restorer.end(session)
 
     def _record(self, rows: Sequence[Request], key: PromptKey, num_cached: int) -> CacheMiss | None:
         """Count a hit or a miss. Returns why the prompt got fewer cached tokens than it could have."""

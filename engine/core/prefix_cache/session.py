@@ -41,6 +41,11 @@ class PrefixCacheSession:
         return self.reading is None and self.fetching is None
 
     @property
+    def is_storing(self) -> bool:
+        """Whether it will still store snapshots."""
+        return self.has_restored and bool(self.todo)
+
+    @property
     def base_tokens(self) -> int:
         """Tokens before its last snapshot."""
         return 0 if self.base is None else self.base.num_tokens

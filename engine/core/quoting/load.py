@@ -10,10 +10,10 @@ from engine.core.batch import PLAIN, Drafts
 from engine.core.cost_model import CostModel
 from engine.core.prefix_cache.cache import PrefixCache
 from engine.core.prefix_cache.node import SnapshotNode
+from engine.core.prompt import USUAL_ANSWER, Prompt
 from engine.core.quoting.known_prefixes import KnownPrefixes
 from engine.core.quoting.residents import Residents
 from engine.core.request import Request
-from engine.core.request_queue import USUAL_ANSWER, QueueEntry
 from engine.core.scheduler import Scheduler
 
 MAX_QUEUED = 64
@@ -45,7 +45,7 @@ class PromptLeft(NamedTuple):
     num_rows: int
     priority: int
     rank: float
-    """See QueueEntry."""
+    """See Prompt."""
     images_s: float = 0.0
     """Seconds until its images are encoded."""
 
@@ -105,7 +105,7 @@ class LoadRecorder:
         self._scheduler = scheduler
         self._prefix = prefix
         self._answer_tokens = float(USUAL_ANSWER)
-        self._entries: list[QueueEntry] = []  # of `load.queued`
+        self._queued: list[Prompt] = []  # of `load.queued`
         self._num_rows = -1  # reserved rows at the last reading of the budget
         self._reserved_bytes = 0
 
@@ -147,13 +147,13 @@ class LoadRecorder:
     def publish(self) -> None:
         """Publish the engine's work as it is now."""
         scheduler, before = self._scheduler, self.load
-        prefills, entries = scheduler.prefills, scheduler.queued
-        if len(entries) == before.num_queued and entries[:MAX_QUEUED] == self._entries:
+        prefills, prompts = scheduler.prefills, scheduler.queued
+        if len(prompts) == before.num_queued and prompts[:MAX_QUEUED] == self._queued:
             queued = before.queued
         else:
-            known = dict(zip(map(id, self._entries), before.queued, strict=False))  # the list keeps the ids' owners
-            self._entries = entries[:MAX_QUEUED]
-            queued = tuple(known.get(id(entry)) or self._queued(entry) for entry in self._entries)
+            known = dict(zip(map(id, self._queued), before.queued, strict=False))  # the list keeps the ids' owners
+            self._queued = prompts[:MAX_QUEUED]
+            queued = tuple(known.get(id(prompt)) or self._left_of(prompt) for prompt in self._queued)
         if (num_rows := scheduler.num_running) != self._num_rows or queued is not before.queued:
             self._num_rows, self._reserved_bytes = num_rows, scheduler.budget.reserved_bytes
         self.load = EngineLoad(
@@ -162,14 +162,14 @@ class LoadRecorder:
                     one.start,
                     one.end,
                     len(one.rows),
-                    one.entry.priority,
-                    one.entry.rank,
-                    prefills.images_s(one) if one.rows[0].spec.images else 0.0,
+                    one.priority,
+                    one.rank,
+                    prefills.images_s(one) if one.row.spec.images else 0.0,
                 )
                 for one in prefills.in_progress
             ),
             queued,
-            len(entries),
+            len(prompts),
             scheduler.num_decoding,
             prefills.drafts,
             self._reserved_bytes,
@@ -179,10 +179,10 @@ class LoadRecorder:
             now,
         )
 
-    def _queued(self, entry: QueueEntry) -> PromptLeft:
-        row, keys = entry.rows[0], entry.rows[0].spec.keys
+    def _left_of(self, prompt: Prompt) -> PromptLeft:
+        row, keys = prompt.row, prompt.row.spec.keys
         if row.cached_hint is not None:
             start = row.cached_hint[1]
         else:
             start = 0 if keys is None else self.prefixes.cached(keys, row.num_tokens).num_tokens
-        return PromptLeft(min(start, row.num_tokens - 1), row.num_tokens, len(entry.rows), entry.priority, entry.rank)
+        return PromptLeft(min(start, prompt.end - 1), prompt.end, len(prompt.rows), prompt.priority, prompt.rank)

@@ -33,7 +33,7 @@ ROUNDING_S = 1e-6
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """A turn at a node: its queue entry, prompt and row at once, as far as LoadRecorder reads them."""
+    """A turn at a node: its prompt and row at once, as far as LoadRecorder reads them."""
 
     turn: Turn
     spec: Any
@@ -58,7 +58,7 @@ class Work:
         self.rows = (self,)
 
     @property
-    def entry(self) -> "Work":
+    def row(self) -> "Work":
         return self
 
     @property

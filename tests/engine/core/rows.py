@@ -1,6 +1,6 @@
 """Requests for the tests of the scheduler, and the way of a row into the batch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.evictable import Evictable
+from engine.core.prompt import Prompt
 from engine.core.request import Request, RequestState
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_context import SchedulerContext
@@ -44,13 +45,13 @@ class NoPrefixes:
     def num_cached(self, row: Request) -> int:
         return 0
 
-    def source_of(self, row: Request) -> Request | None:
+    def source_of(self, prompt: Prompt, in_progress: Iterable[Prompt]) -> Prompt | None:
         return None
 
-    def assign(self, rows: Sequence[Request]) -> None:
+    def assign(self, prompt: Prompt) -> None:
         """There is nothing to take over."""
 
-    def revoke(self, rows: Sequence[Request]) -> None:
+    def revoke(self, prompt: Prompt) -> None:
         """Nothing was assigned."""
 
 
@@ -109,9 +110,10 @@ def step_of(scheduler: Scheduler, num_draft_tokens: int = 0) -> Step:
     work = scheduler.schedule(Drafts(num_draft_tokens))
     for row in work.released.finished:
         scheduler.budget.release(row.id)
-    rows = scheduler.next_prompt()
+    prompt = scheduler.next_prompt()
+    rows = [] if prompt is None else list(prompt.rows)
     drop = [*before.row_ids, *work.released.row_ids]
-    max_tokens = scheduler.prefills.chunk_tokens(rows) if rows else 0
+    max_tokens = 0 if prompt is None else scheduler.prefills.chunk_tokens(prompt)
     return Step(drop, work.released.failed, work.decode, rows, max_tokens)
 
 
@@ -120,8 +122,8 @@ def out(*token_ids: int, **more: Any) -> RowOutput:
 
 
 def finish_prefill(scheduler: Scheduler, rows: list[Request]) -> None:
-    left = rows[0].num_tokens - rows[0].num_prefilled
-    scheduler.update_prefill(rows, PrefillOutput(left, {row.id: out(7) for row in rows}))
+    prompt = rows[0].prompt
+    scheduler.update_prefill(prompt, PrefillOutput(prompt.num_left, {row.id: out(7) for row in rows}))
 
 
 def start(scheduler: Scheduler, request: EngineRequest) -> list[Request]:

@@ -153,7 +153,7 @@ def test_a_growing_row_gets_memory_by_shrinking_the_next_chunk():
     row, new = admit(scheduler, spec("row", 20, 200)), Request(spec("new", 600, 10))
     scheduler.add([new])
     assert list(step_of(scheduler).prefill) == [new]
-    scheduler.update_prefill([new], PrefillOutput(16))
+    scheduler.update_prefill(new.prompt, PrefillOutput(16))
     ChunkMemory(budget).reserve_chunk(new, 120)  # as while nothing decoded
     while not budget.needs_more_slots(row):
         scheduler.update_decode({row.id: RowOutput((7,))})
@@ -333,7 +333,7 @@ def test_a_prompt_preempted_before_its_first_token_still_times_out_in_the_queue(
     new = Request(spec("new", 120, 10))
     scheduler.add([new])
     assert list(step_of(scheduler).prefill) == [new]
-    scheduler.update_prefill([new], PrefillOutput(16))
+    scheduler.update_prefill(new.prompt, PrefillOutput(16))
     clock.advance(8)
     while not scheduler._stats.num_preempted:
         scheduler.update_decode({row.id: RowOutput((7,))})

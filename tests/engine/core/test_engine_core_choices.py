@@ -104,8 +104,8 @@ def test_a_prefill_output_that_lacks_a_choice_is_rejected_before_any_row_changes
     scheduler.add(rows)
     step_of(scheduler)
     with pytest.raises(KeyError):
-        scheduler.update_prefill(rows, PrefillOutput(4, {"r/0": out(7)}))
-    chunks = scheduler.fail_prefill(rows, "prefill failed")
+        scheduler.update_prefill(rows[0].prompt, PrefillOutput(4, {"r/0": out(7)}))
+    chunks = scheduler.fail_prefill(rows[0].prompt, "prefill failed")
     assert sorted(chunks) == ["r/0", "r/1"] and step_of(scheduler).drop == ["r/0", "r/1"]
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from engine.core.batch import NO_TOKEN, PrefillOutput, PromptChunk
 from engine.core.prefill_scheduler import MIN_PREFILL_TOKENS
+from engine.core.prompt import Prompt
 from engine.core.scheduler import Scheduler
 from engine.protocol import FinishReason, TokenLogprobs
 from tests.engine.core.rows import (
@@ -32,7 +33,7 @@ def test_equal_prompts_are_computed_one_after_the_other_in_the_order_of_arrival(
     scheduler.add(a)
     scheduler.add(b)
     assert list(step_of(scheduler).prefill) == a
-    scheduler.update_prefill(a, PrefillOutput(2))
+    scheduler.update_prefill(a[0].prompt, PrefillOutput(2))
     assert list(step_of(scheduler).prefill) == a, "until it is done"
     finish_prefill(scheduler, a)
     assert list(step_of(scheduler).prefill) == b
@@ -42,7 +43,7 @@ def test_a_short_prompt_passes_a_long_one_in_progress(scheduler):
     long, short = rows_of(spec("long", 5000)), rows_of(spec("short", 10))
     scheduler.add(long)
     assert list(step_of(scheduler).prefill) == long
-    scheduler.update_prefill(long, PrefillOutput(64))
+    scheduler.update_prefill(long[0].prompt, PrefillOutput(64))
     scheduler.add(short)
     assert list(step_of(scheduler).prefill) == short
     finish_prefill(scheduler, short)
@@ -63,7 +64,7 @@ def test_the_oldest_prompt_in_progress_keeps_a_third_of_the_time():
     long, num_chunks = rows_of(spec("long", 90_000)), {"long": 0, "other": 0}
     scheduler.add(long)
     step_of(scheduler)
-    scheduler.update_prefill(long, PrefillOutput(100))
+    scheduler.update_prefill(long[0].prompt, PrefillOutput(100))
     for i in range(300):
         if len(scheduler.prefills.in_progress) == 1:
             scheduler.add(rows_of(spec(f"other {i}", 2000)))
@@ -73,7 +74,7 @@ def test_the_oldest_prompt_in_progress_keeps_a_third_of_the_time():
             finish_prefill(scheduler, rows)
             scheduler.abort(rows[0].spec.request_id)
         else:
-            scheduler.update_prefill(rows, PrefillOutput(100))
+            scheduler.update_prefill(rows[0].prompt, PrefillOutput(100))
             scheduler.prefills.record([PromptChunk(rows[0], 100)], 0.1, 0.1)
     assert num_chunks["long"] / 300 == pytest.approx(1 / 3, abs=0.05)
 
@@ -153,7 +154,7 @@ def test_rows_and_their_drafts_are_subtracted_from_the_tokens_of_a_chunk():
 
 def measure(scheduler: Scheduler, seconds: float, num_tokens: int = 100) -> None:
     """A chunk of a row that is not the scheduler's."""
-    [row] = rows_of(spec("measured", num_tokens))
+    [row] = Prompt(rows_of(spec("measured", num_tokens)), arrived_s=0.0, rank=0.0).rows
     row.num_prefilled = num_tokens
     scheduler.prefills.record([PromptChunk(row, num_tokens)], 0.0, seconds)
 

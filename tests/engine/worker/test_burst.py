@@ -20,7 +20,7 @@ from engine.worker import loader, patches
 from engine.worker.burst import BurstPrefill
 from engine.worker.language_model import LanguageModel
 from engine.worker.model_runner import MLXRunner
-from engine.worker.prefill import Prompt
+from engine.worker.prefill import PromptState
 from tests.support.families import FAMILIES
 from tests.support.zoo import make
 
@@ -98,12 +98,12 @@ def alone(runner: MLXRunner, rows: Sequence[Request]) -> dict[str, list[int]]:
     return tokens
 
 
-def state_of(prompt: Prompt) -> list[np.ndarray]:
+def state_of(prompt: PromptState) -> list[np.ndarray]:
     arrays = [array for layer in [*prompt.cache, *(prompt.head_cache or [])] for array in layer.state]
     return [np.array(array) for array in (arrays if prompt.hidden is None else [*arrays, prompt.hidden])]
 
 
-def assert_same_state(one: Prompt, other: Prompt) -> None:
+def assert_same_state(one: PromptState, other: PromptState) -> None:
     assert one.done == other.done
     for mine, its in zip(state_of(one), state_of(other), strict=True):
         np.testing.assert_allclose(mine, its, atol=STATE_TOLERANCE, rtol=STATE_TOLERANCE)

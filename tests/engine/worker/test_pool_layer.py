@@ -23,7 +23,7 @@ from engine.worker.memory_costs import _exact
 from engine.worker.model_runner import load_runner
 from engine.worker.patches import deepseek_v4_pools, glm5_next_rows
 from engine.worker.pool_layer import BatchPoolLayer, PooledCache
-from engine.worker.prefill import Prompt
+from engine.worker.prefill import PromptState
 from engine.worker.snapshot import StateSnapshot, export, import_arrays, restore, take
 from tests.support.families import FAMILIES
 from tests.support.zoo import empty_cache, load, make, prompt
@@ -159,7 +159,7 @@ def test_prompts_that_share_forwards_get_the_logits_of_one_forward(lm, token_ids
     """In pieces that end before, at and behind the ends of windows."""
     model = LanguageModel(lm)
     prompts = [
-        Prompt(
+        PromptState(
             np.array(ids, np.int32),
             np.array([*ids[1:], 0], np.int32),
             model.make_cache(),

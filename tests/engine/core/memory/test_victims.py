@@ -43,7 +43,7 @@ def start_prompt(scheduler: Scheduler, request: EngineRequest, num_tokens: int) 
     rows = rows_of(request)
     scheduler.add(rows)
     assert list(step_of(scheduler).prefill) == rows
-    scheduler.update_prefill(rows, PrefillOutput(num_tokens, None))
+    scheduler.update_prefill(rows[0].prompt, PrefillOutput(num_tokens, None))
     return rows
 
 
@@ -80,7 +80,7 @@ def test_a_restarted_prompt_is_preempted_only_after_a_wait_that_doubles_with_eac
         assert low[0].num_restarts == num_restarts
         scheduler.abort(name)
         assert list(step_of(scheduler).prefill) == low
-        scheduler.update_prefill(low, PrefillOutput(5000, None))
+        scheduler.update_prefill(low[0].prompt, PrefillOutput(5000, None))
 
 
 def test_preempted_prompt_without_computed_tokens_counts_no_restart():

@@ -274,9 +274,9 @@ def test_an_abort_or_a_clear_while_prompts_wait_for_the_disk_costs_no_answer(eng
     monkeypatch.undo()
     engine.core.prefix.clear()
     engine.core.prefix.clear_files()
-    [session] = engine.core.prefix._sessions.values()
-    assert session.reading is not None
-    session.reading.until_s = 0.0
+    [prompt] = engine.core.scheduler.prefills.in_progress
+    assert prompt.session is not None and prompt.session.reading is not None
+    prompt.session.reading.until_s = 0.0
     engine.run({0: []})
     assert engine.tokens["cleared"] == answer(request("cleared", SYSTEM, [1] * 20)) and "gone" not in engine.tokens
     assert engine.core.prefix.store.integrity_error() is None

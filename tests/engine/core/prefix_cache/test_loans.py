@@ -19,7 +19,7 @@ from engine.core.prefix_cache.node import SnapshotNode
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.core.prefix_cache.store import SnapshotStore
-from engine.core.request import Request
+from engine.core.prompt import Prompt
 from engine.protocol import FinishReason, PromptOrigin
 from engine.snapshot_store.files import SnapshotFiles
 from tests.engine.core.prefix_cache.lending import CHUNK, Engine, following, request, tokens
@@ -289,8 +289,8 @@ def test_a_prompt_that_could_not_take_over_its_prefix_is_not_assigned_it_again(m
     engine.ask(FIRST)
     prefix, next_turn = engine.core.prefix, following("next", FIRST, *tokens(2, 400))
 
-    def refuse(rows: Sequence[Request], *args: float) -> bool:
-        prefix.revoke(rows)
+    def refuse(prompt: Prompt, *args: float) -> bool:
+        prefix.revoke(prompt)
         raise MemoryTaken
 
     with monkeypatch.context() as patch:
@@ -299,7 +299,7 @@ def test_a_prompt_that_could_not_take_over_its_prefix_is_not_assigned_it_again(m
         engine.step()
     (row,) = engine.core.scheduler.queued[0].rows
     assert engine.core.scheduler.prefills.step.is_over, "the runner drops the row first"
-    prefix.assign([row])
+    prefix.assign(row.prompt)
     assert not engine.assigned()
     engine.finish_all()
     assert engine.tokens["next"] == answer(next_turn)
@@ -788,7 +788,8 @@ def test_a_file_is_not_continued_from_keys_and_values_that_their_row_took_with_i
     late = following("late", next_turn, *tokens(7, 20))
     engine.core.add_request(late)
     engine.step(2)
-    assert engine.core.prefix._sessions["late/0"].reading is not None
+    [prompt] = engine.core.scheduler.prefills.in_progress
+    assert prompt.session is not None and prompt.session.reading is not None
     engine.runner.broken = {"decode"}
     engine.step()
     engine.runner.broken = set()

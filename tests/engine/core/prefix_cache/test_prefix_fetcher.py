@@ -255,8 +255,9 @@ def test_the_transfer_of_an_aborted_request_is_stopped(nodes):
     relay = stalled(there, 300, stopped)
     here.core.add_request(replace(request("again", *turns(4)), holder=there.holder(LENGTH, relay.address)))
     here.core.step()
-    fetching = here.core.prefix._sessions["again/0"].fetching
-    assert fetching is not None
+    [prompt] = here.core.scheduler.prefills.in_progress
+    assert prompt.session is not None and prompt.session.fetching is not None
+    fetching = prompt.session.fetching
     here.run({0: []}, {0: ["again"]})
     assert fetching.fetch.done.result(10).failure == "stopped"
     stopped.set()
