@@ -1,5 +1,7 @@
 """Which tests run in one process, one after the other: those of a file, and those that share a server or a cluster.
 
+Tests of a file that share nothing may run in several processes.
+
 The marks `xdist_group` of `--dist loadgroup` have no effect with pytest 9.2, whose items have no `_nodeid`.
 """
 
@@ -18,6 +20,9 @@ OWN_SERVERS = (
 )
 """Files of tests/e2e whose tests do not use the server of all others."""
 
+LONG_FILES = ("tests/engine/worker/test_family_traffic.py", "tests/metal/test_zoo.py")
+"""Files of tests that share nothing and together last for many minutes: each test is a group of its own."""
+
 BROWSER = "browser"
 """The group of all tests of the page, which share a browser and a server."""
 
@@ -29,8 +34,10 @@ ONE_SERVER, OWN_SERVER, CLUSTER = range(3)
 
 
 def group_of(node_id: str) -> str:
-    """Return the group of a test: the path of its file, SERVERS or BROWSER."""
+    """Return the group of a test: the path of its file, SERVERS or BROWSER; the test itself in LONG_FILES."""
     file = node_id.partition("::")[0]
+    if file in LONG_FILES:
+        return node_id
     if "browser" in PurePosixPath(file).parts:
         return BROWSER
     return file if place_of(file) is None else SERVERS

@@ -3,7 +3,17 @@
 import re
 from pathlib import Path
 
-from tests.schedule.groups import BROWSER, CLUSTER, ONE_SERVER, OWN_SERVER, OWN_SERVERS, SERVERS, group_of, place_of
+from tests.schedule.groups import (
+    BROWSER,
+    CLUSTER,
+    LONG_FILES,
+    ONE_SERVER,
+    OWN_SERVER,
+    OWN_SERVERS,
+    SERVERS,
+    group_of,
+    place_of,
+)
 
 TESTS = Path(__file__).parents[1]
 
@@ -25,3 +35,9 @@ def test_each_file_is_a_group_and_those_with_servers_share_one():
         assert group_of(f"tests/{name}::test_a[x::y]") == SERVERS
     assert group_of("tests/browser/test_chat.py::test_a") == group_of("tests/browser/test_server.py::test_b") == BROWSER
     assert group_of("tests/engine/test_config.py::test_a[tests/e2e]") == "tests/engine/test_config.py"
+
+
+def test_each_test_of_a_long_file_is_a_group():
+    for file in LONG_FILES:
+        assert (TESTS.parent / file).is_file()
+        assert group_of(f"{file}::test_a[x::y]") == f"{file}::test_a[x::y]"
