@@ -21,8 +21,8 @@ from engine.core.memory.costs import MemoryCosts
 
 log = logging.getLogger("orchard.engine")
 
-MAX_FILES = 64
-"""Files in the directory; the oldest are removed first."""
+MAX_FILES = 1024
+"""Files in the directory, of less than 1 KiB each; the oldest are removed first."""
 
 
 def load_or_measure(directory: Path, key: str, measure: Callable[[], MemoryCosts]) -> MemoryCosts:
