@@ -239,12 +239,31 @@ def _source(spec: GrammarSpec, control_strings: frozenset[str], free_limits: Fre
         case "json_object":
             return LLMatcher.grammar_from_json_schema(json.dumps(with_options({"type": "object"})))
         case "regex":
-            forcing = LLMatcher.grammar_from_regex(spec.text)
+            forcing = LLMatcher.grammar_from_regex(with_ascii_digits(spec.text))
             rules = json.loads(forcing)["grammars"][0]["lark_grammar"]
             return f"{NO_FORCING}{rules}" if _can_match(rules, control_strings) else forcing
         case "lark":
             rules, forcing = spec.text.removeprefix(LARK_HEAD), spec.text
     return f"{NO_FORCING}{rules}" if _may_spell(rules, control_strings) else forcing
+
+
+def with_ascii_digits(expression: str) -> str:
+    r"""Return a regular expression whose `\d` stands for 0 to 9, as in the patterns of a JSON schema.
+
+    To llguidance they are the digits of all scripts, of which programs that check an answer may not know the newest.
+    """
+    depth = 0  # of classes within classes
+
+    def spelled(found: re.Match[str]) -> str:
+        nonlocal depth
+        part = found[0]
+        if part == r"\d":
+            return "0-9" if depth else "[0-9]"
+        depth += part.startswith("[")
+        depth -= part == "]" and depth > 0
+        return part
+
+    return re.sub(r"\\[\s\S]|\[\^?\]?|\]", spelled, expression)
 
 
 def _place_of(error: ValueError, spec: GrammarSpec) -> str:

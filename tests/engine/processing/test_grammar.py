@@ -217,6 +217,24 @@ def test_a_forbidden_token_fails_the_row_and_no_other(token_id: int) -> None:
     assert accepts(other, "ab")
 
 
+@pytest.mark.parametrize(
+    ("expression", "accepted"),
+    [
+        (r"\d{2}-\d", "12-3"),
+        (r"[\d.]+x", "1.2x"),
+        (r"[^\dx]", "\u0664"),
+        (r"\\d", r"\d"),
+        (r"[]\d]+x", "]7x"),
+        (r"[a[\d]b]\d", "b0"),
+    ],
+)
+def test_digits_of_an_expression_are_those_of_ascii(expression: str, accepted: str) -> None:
+    """As in the patterns of a schema; those of other scripts are more than other programs know."""
+    matcher, with_other_digits = compiled(GrammarSpec("regex", expression)), re.sub("[0-9]", "\u0664", accepted)
+    assert accepted_part(matcher, accepted) == accepted
+    assert with_other_digits == accepted or accepted_part(matcher, with_other_digits) != with_other_digits
+
+
 def test_properties_come_in_the_order_of_the_schema() -> None:
     matcher = compiled(json_schema({"type": "object", "properties": {"z": {}, "a": {}}, "required": ["a", "z"]}))
 
