@@ -12,6 +12,9 @@ import mlx.core as mx
 class BatchLayer:
     """A layer whose rows have one slot per token, so that rejected tokens are overwritten."""
 
+    appends = False
+    """Whether keys and values lie in slots that never change."""
+    tokens_per_slot = 1
     recording = False
     """Whether `commit` follows the next forward."""
     recorded: Sequence[mx.array] = ()

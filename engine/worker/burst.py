@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.cache import ArraysCache, RotatingKVCache
+from mlx_vlm.models.cache import ArraysCache
 
 from engine.worker.chunk_layer import ChunkedCache, same_chunk
 from engine.worker.kv_cache import Cursor, SequenceCache
@@ -22,6 +22,7 @@ from engine.worker.pool_layer import PooledCache, PoolInputs, Windows, at_slots,
 from engine.worker.prefill import PromptState
 from engine.worker.quantized_kv import format_of
 from engine.worker.recurrent_layer import stacked
+from engine.worker.row_kinds import is_recurrent, kind_of
 from engine.worker.window_layer import last_tokens
 
 EQUAL_LENGTHS = "of equal lengths: its recurrent layers do not skip padding"
@@ -53,7 +54,7 @@ class BurstAttention:
         self._lengths = lengths
         self._as_offset = as_offset
         self._starts = [cache.offset for cache in caches]
-        self._window = caches[0].max_size if isinstance(caches[0], RotatingKVCache) else None
+        self._window = kind_of(caches[0]).window(caches[0])
         if self._window:
             self.max_size = self._window
         self._before = [last_tokens(cache) if self._window and cache.offset else None for cache in caches]
@@ -89,21 +90,12 @@ class BurstAttention:
     def make_mask(
         self, num_new: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        if isinstance(self._caches[0], ChunkedCache):
-            return self._chunk_mask(num_new)
         window = min((size for size in (window_size, self._window) if size), default=None)
         first, extent = max(self._num_before), max(self._num_before) + num_new
         uniform_start = first if len(set(self._num_before)) == 1 and not return_array else None
         if uniform_start is not None and window is not None and extent <= window:
             window = None
         return Cursor(mx.array(self._num_before, mx.int32), extent, uniform_start).mask(num_new, window)
-
-    def _chunk_mask(self, num_new: int) -> mx.array:
-        """Return which slots each new token sees: bool [B, 1, num_new, extent]."""
-        starts, num_before = self.starts, mx.array(self._num_before, mx.int32)
-        positions = (starts - num_before)[:, None] + mx.arange(max(self._num_before) + num_new)
-        own = starts[:, None] + mx.arange(num_new)
-        return same_chunk(positions[:, None, None], own[:, None, :, None], self._caches[0].max_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append keys and values [B, heads, L, head_dim].
@@ -139,6 +131,17 @@ class BurstAttention:
         return mx.concatenate(rows)
 
 
+class BurstChunks(BurstAttention):
+    """One attention layer of all prompts whose tokens see only their own chunk."""
+
+    def make_mask(self, num_new: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        """Return which slots each new token sees: bool [B, 1, num_new, extent]."""
+        starts, num_before = self.starts, mx.array(self._num_before, mx.int32)
+        positions = (starts - num_before)[:, None] + mx.arange(max(self._num_before) + num_new)
+        own = starts[:, None] + mx.arange(num_new)
+        return same_chunk(positions[:, None, None], own[:, None, :, None], self._caches[0].max_size)
+
+
 class BurstPoolInputs(BurstAttention):
     """The values and gates of all prompts from which a pool makes its next entries."""
 
@@ -150,6 +153,10 @@ class BurstPoolInputs(BurstAttention):
         pairs = zip(self._starts, self._lengths, strict=True)
         kv, gate = at_slots(fetched, slots)
         return kv, gate, first, [(start + new) // ratio - start // ratio for start, new in pairs]
+
+
+ATTENTION: dict[type, type[BurstAttention]] = {ChunkedCache: BurstChunks, PoolInputs: BurstPoolInputs}
+"""Class of a row's cache -> the layer of all prompts, where it is a special one."""
 
 
 class BurstPool:
@@ -235,7 +242,7 @@ class BurstPrefill:
         kernels may compute. Rounding of low precision grows with the layers (0.18 of a state in 32 layers of bfloat16),
         so there the first recurrent layer decides, and the others only have to be near.
         """
-        if not any(isinstance(layer, ArraysCache) for layer in self._language_model.make_cache()):
+        if not any(is_recurrent(layer) for layer in self._language_model.make_cache()):
             return True
         first, *others = [self._padded_states(padding_id) for padding_id in PADDING_IDS]
         if not all(mx.array_equal(*pair).item() for other in others for pair in zip(first, other, strict=True)):
@@ -248,7 +255,7 @@ class BurstPrefill:
 
         RecurrentGemma does not normalize the input of a prompt's first token, but that of any token behind a state.
         """
-        if not any(isinstance(layer, ArraysCache) for layer in self._language_model.make_cache()):
+        if not any(is_recurrent(layer) for layer in self._language_model.make_cache()):
             return True
         begun = self._states_of_a_token(None)
         return self._differ_by_rounding(begun, self._states_of_a_token([mx.zeros_like(state) for state in begun]))
@@ -256,7 +263,7 @@ class BurstPrefill:
     def _states_of_a_token(self, states: Sequence[mx.array] | None) -> list[mx.array]:
         """Return the recurrent states after one token behind the given ones, None for those of a new prompt."""
         caches = self._language_model.make_cache()
-        recurrent: list[Any] = [layer for layer in caches if isinstance(layer, ArraysCache)]
+        recurrent: list[Any] = [layer for layer in caches if is_recurrent(layer)]
         if states is not None:
             left = iter(states)
             for layer in recurrent:
@@ -267,7 +274,7 @@ class BurstPrefill:
 
     def _differ_by_rounding(self, states: Sequence[mx.array], others: Sequence[mx.array]) -> bool:
         """Return whether recurrent states of all layers differ by no more than rounding; see `skips_padding`."""
-        first = next(layer for layer in self._language_model.make_cache() if isinstance(layer, ArraysCache))
+        first = next(layer for layer in self._language_model.make_cache() if is_recurrent(layer))
         is_exact = all(state.dtype == mx.float32 for state in states)
         return all(
             _nearly_equal(*pair, ROUNDING if is_exact or i < len(first.cache) else DEEP_ROUNDING)
@@ -283,7 +290,7 @@ class BurstPrefill:
             token_ids = np.pad(token_ids, ((0, 0), (0, num_more)), constant_values=padding_id)
             positions = np.broadcast_to(np.arange(start, start + token_ids.shape[1]), (3, *token_ids.shape))
             self._language_model.extend(mx.array(token_ids), None, layers, positions, launch=False)
-        recurrent: list[Any] = [layer for cache in caches for layer in cache if isinstance(layer, ArraysCache)]
+        recurrent: list[Any] = [layer for cache in caches for layer in cache if is_recurrent(layer)]
         return [slot for layer in recurrent for slot in layer.cache]
 
     def advance(self, prompts: Sequence[PromptState], lengths: Sequence[int], padding_id: int = 0) -> mx.array | None:
@@ -378,12 +385,11 @@ def _layers(caches: Sequence[SequenceCache], lengths: Sequence[int], as_offset: 
     own = mx.array(list(lengths), mx.int32) if min(lengths) < max(lengths) else None
 
     def combined(layers: Sequence[Any]) -> Any:
-        if isinstance(layers[0], ArraysCache):
+        if (kind := type(layers[0])) is ArraysCache:
             return BurstStates(layers, lengths, own)
-        if isinstance(layers[0], PooledCache):
+        if kind is PooledCache:
             return BurstPool(layers)
-        kind = BurstPoolInputs if isinstance(layers[0], PoolInputs) else BurstAttention
-        return kind(layers, lengths, as_offset)
+        return ATTENTION.get(kind, BurstAttention)(layers, lengths, as_offset)
 
     return [combined(layers) for layers in zip(*caches, strict=True)]
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.cache import KVCache
 
 from engine.core.batch import NO_TOKEN, PLAIN, Drafts, RowOutput, RowSnapshot
 from engine.core.request import Request
@@ -33,8 +32,9 @@ from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import Drafter, DraftHead, PendingHiddenStates
 from engine.worker.pending_step import PendingStep, Row
 from engine.worker.prompt_lookup import TokenHistory
+from engine.worker.row_kinds import appends
 from engine.worker.sampling_batch import SamplingBatch
-from engine.worker.snapshot import ATTENTION_LAYERS, KVSegment, LentSegments, StateSnapshot, fill, is_finite, take
+from engine.worker.snapshot import KVSegment, LentSegments, StateSnapshot, fill, is_finite, take
 
 EVAL_STEPS = 64  # lazy cache updates are evaluated at least every EVAL_STEPS steps
 
@@ -125,7 +125,7 @@ class DecodeGroup:
     def fill(self, index: int, segments: Sequence[KVSegment]) -> None:
         """Copy KV segments lent to the row at `index` back; the row stays."""
         layers = [*self._cache.layers, *([] if self._drafter is None else self._drafter.layers)]
-        num_layers = sum(isinstance(layer, ATTENTION_LAYERS) for layer in layers)
+        num_layers = sum(map(appends, layers))
         if num_layers == len(segments[0].ends):  # the MTP head's layers may have been dropped
             fill(segments, layers, index)
 
@@ -190,7 +190,7 @@ class DecodeGroup:
         if not is_sound or (self._head is not None and self._drafter is None):
             return None
         cache, hidden = self._cache.row(index, num_cached), None
-        num_lent = sum(isinstance(layer, KVCache) for layer in cache) if lend else 0
+        num_lent = sum(map(appends, cache)) if lend else 0
         if self._drafter is not None:
             head_cache, hidden = self._drafter.row(index, num_cached)
             cache += head_cache

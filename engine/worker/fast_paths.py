@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-from mlx_vlm.models.cache import ArraysCache
-
 from engine.worker import mtp_loader
 from engine.worker.language_model import LanguageModel
 from engine.worker.rewind import rewind_unsupported_reason
+from engine.worker.row_kinds import is_recurrent
 from engine.worker.snapshot import prefix_unsupported_reason, unsupported_reason
 
 NO_POSITIONS = "this model does not accept explicit positions"
@@ -40,7 +39,7 @@ class FastPaths:
         """Tell them from the model's structure; its weights need not be read."""
         positions = None if language_model.explicit_positions else NO_POSITIONS
         cache = language_model.make_cache()
-        more_states = any(isinstance(layer, ArraysCache) and len(layer.cache) > 2 for layer in cache)
+        more_states = any(is_recurrent(layer) and len(layer.cache) > 2 for layer in cache)
         rewind = rewind_unsupported_reason(language_model)
         return cls(
             bursts=None if language_model.selects_positions else NO_SELECTION,

@@ -65,6 +65,8 @@ class BatchKVLayer(BatchLayer):
         kv_format: How keys and values are packed; None if they are stored as computed.
     """
 
+    appends = True
+
     def __init__(self, keys: mx.array, values: mx.array, cursor: Cursor, kv_format: KVFormat | None = None):
         self.keys, self.values = keys, values
         self.cursor = cursor
@@ -209,8 +211,7 @@ class BatchCache:
     def num_slots(self) -> int:
         """Tokens of a row for which an attention layer has slots, at most; 0 without one."""
         attention = [layer for layer in self.layers if hasattr(layer, "keys")]
-        ratios = [layer.ratio if isinstance(layer, BatchPoolLayer) else 1 for layer in attention]
-        return max((layer.keys.shape[2] * ratio for layer, ratio in zip(attention, ratios, strict=True)), default=0)
+        return max((layer.keys.shape[2] * layer.tokens_per_slot for layer in attention), default=0)
 
     def at(self, start: mx.array, extent: int, uniform_start: int | None = None, record: bool = False) -> list[Any]:
         """Return the layers, prepared for a forward that writes at `start`; see Cursor.

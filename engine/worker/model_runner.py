@@ -6,7 +6,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.cache import KVCache
 
 from engine.config import EngineConfig
 from engine.core.batch import (
@@ -56,6 +55,7 @@ from engine.worker.pooling import PooledStates
 from engine.worker.prefill import Prefill, PromptState, first_tokens
 from engine.worker.processors import advance_matcher
 from engine.worker.quantized_kv import format_of
+from engine.worker.row_kinds import appends
 from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays
 from engine.worker.vision import VisionEncoder
 from engine.worker.vision_towers import make_tower
@@ -195,9 +195,9 @@ class MLXRunner:
     def _measured_costs(self, a_snapshot: StateSnapshot, num_heads: int) -> MemoryCosts:
         head_cache = [] if self._head is None else self._head.make_cache()
         cache = [*self._language_model.make_cache(), *head_cache]
-        kv_formats = [format_of(layer) for layer in cache if isinstance(layer, KVCache)]
+        kv_formats = [format_of(layer) for layer in cache if appends(layer)]
         quantized = [kv_format for kv_format in kv_formats if kv_format is not None]
-        in_head = sum(isinstance(layer, KVCache) for layer in head_cache)
+        in_head = sum(map(appends, head_cache))
         costs = memory_costs.measure(self, a_snapshot, self._vision, self.drafts, num_heads, in_head, quantized)
         return attention_costs.with_attention(costs, self._language_model.lm, a_snapshot, num_heads, kv_formats)
 

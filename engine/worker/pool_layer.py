@@ -103,9 +103,11 @@ class BatchPoolLayer(BatchLayer):
         cursor: Where the rows write, in tokens; see kv_cache.Cursor.
     """
 
+    appends = True
+
     def __init__(self, keys: mx.array, values: mx.array, ratio: int, cursor: Any):
         self.keys, self.values = keys, values
-        self.ratio = ratio
+        self.ratio = self.tokens_per_slot = ratio
         self.cursor = cursor
 
     @classmethod

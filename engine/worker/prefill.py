@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.cache import KVCache
 
 from engine.core.batch import ImageLeft, RowOutput
 from engine.core.request import Request
@@ -19,12 +18,12 @@ from engine.worker.language_model import ImageChunk, LanguageModel
 from engine.worker.mtp import DraftHead
 from engine.worker.pooling import PooledStates
 from engine.worker.prompt_logprobs import CHUNK_TOKENS, PromptLogprobs
+from engine.worker.row_kinds import appends, kind_of
 from engine.worker.sampling_batch import SamplingBatch
 from engine.worker.snapshot import (
     KeysValues,
     KVSegment,
     StateSnapshot,
-    allocated_slots,
     is_finite,
     prefix,
     restore,
@@ -138,9 +137,9 @@ class Prefill:
         self._slots_like = [(keys[..., :1, :], values[..., :1, :]) for keys, values in snapshot.segment.keys_values]
 
     def _make_room(self, cache: SequenceCache, num_tokens: int) -> None:
-        attention = [layer for layer in cache if isinstance(layer, KVCache)]
+        attention = filter(appends, cache)
         for layer, (keys, values) in zip(attention, self._slots_like, strict=bool(self._slots_like)):
-            slots = allocated_slots(layer, num_tokens)
+            slots = kind_of(layer).num_slots(layer, num_tokens)
             layer.keys, layer.values = slots_like(keys, slots), slots_like(values, slots)
 
     def restore(
@@ -178,7 +177,7 @@ class Prefill:
             layers = prefix(layers, num_tokens)
         if not is_finite(layers):
             return None
-        num_lent = sum(isinstance(layer, KVCache) for layer in layers) if lend else 0
+        num_lent = sum(map(appends, layers)) if lend else 0
         return take(layers, prompt.hidden, num_tokens, parent, num_lent=num_lent)
 
     def _image_index(self, ids: np.ndarray, images: tuple[ImagePatches, ...]) -> np.ndarray:

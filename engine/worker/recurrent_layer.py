@@ -26,6 +26,7 @@ class BatchRecurrentLayer(_Library):
 
     lengths = left_padding = None  # no row is padded
     start_speculation = trim = None  # `recording` and `commit` stand for the library's transactions
+    appends = False
     is_factored = False  # for all layers of the delta rule in the process: see patches/gated_delta_rows.py
 
     def __init__(self, slots: Sequence[mx.array]):

@@ -2,8 +2,8 @@
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.cache import ArraysCache
 
+from engine.worker import row_kinds
 from engine.worker.kv_cache import BatchCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.recurrent_layer import NotRewindable
@@ -11,7 +11,7 @@ from engine.worker.recurrent_layer import NotRewindable
 
 def is_recurrent(language_model: LanguageModel) -> bool:
     """Return whether any layer has a recurrent state."""
-    return any(isinstance(layer, ArraysCache) for layer in language_model.make_cache())
+    return any(map(row_kinds.is_recurrent, language_model.make_cache()))
 
 
 def rewind_unsupported_reason(language_model: LanguageModel) -> str | None:

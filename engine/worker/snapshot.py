@@ -18,19 +18,13 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from engine.core.batch import SEGMENT_ARRAYS
-from engine.worker.kv_cache import LAYERS, BatchKVLayer, SequenceCache, rounded
-from engine.worker.pool_layer import BatchPoolLayer, PooledCache, pool_slots
-from engine.worker.quantized_kv import format_of
-from engine.worker.window_layer import last_tokens
+from engine.worker.kv_cache import LAYERS, SequenceCache
+from engine.worker.row_kinds import appends, kind_of
 
 SMALL_BYTES = 2**22
 """Smaller arrays are copied: the 16 KiB that a slice may keep alive are less than half a percent of larger ones."""
-
-ATTENTION_LAYERS: Any = (KVCache, BatchKVLayer, BatchPoolLayer)
-"""Layers that append keys and values, of one row or of a decode group."""
 
 KeysValues = tuple[mx.array, mx.array]
 
@@ -118,7 +112,7 @@ def unsupported_reason(cache: SequenceCache) -> str | None:
 def prefix_unsupported_reason(cache: SequenceCache) -> str | None:
     """Return why the state after fewer tokens than a row has cannot be read from such layers, None if it can."""
     for i, layer in enumerate(cache):
-        if not isinstance(layer, KVCache):
+        if not appends(layer):
             return f"layer {i} ({type(layer).__name__}) has only its newest state"
     return None
 
@@ -127,7 +121,7 @@ def prefix(cache: SequenceCache, num_tokens: int) -> SequenceCache:
     """Return a row's attention layers as they were after its first `num_tokens` tokens, sharing their arrays."""
     layers = [copy(layer) for layer in cache]
     for layer in layers:
-        assert isinstance(layer, KVCache)
+        assert appends(layer)
         layer.offset = num_tokens
     return layers
 
@@ -137,14 +131,7 @@ def is_finite(cache: SequenceCache) -> bool:
 
     A value that is not finite anywhere in a prompt reaches the newest position of a deeper layer. Waits for the device.
     """
-    arrays: list[Any] = [slot for layer in cache if isinstance(layer, ArraysCache) for slot in layer.cache]
-    for layer in cache:
-        if isinstance(layer, RotatingKVCache) and layer.offset:
-            arrays += [array[..., -1:, :] for array in last_tokens(layer)]
-        if isinstance(layer, KVCache) and layer.offset:
-            slots: list[Any] = [layer.keys, layer.values]
-            newest, kv_format = [array[..., layer.offset - 1 : layer.offset, :] for array in slots], format_of(layer)
-            arrays += newest if kv_format is None else kv_format.unpack(*newest)
+    arrays = [array for layer in cache for array in kind_of(layer).newest(layer)]
     return bool(mx.all(mx.stack([mx.all(mx.isfinite(array)) for array in arrays])).item())
 
 
@@ -164,48 +151,27 @@ def take(
         parent: The KV segment of the row's first tokens; None without one.
         num_lent: Leave the keys and values of this many of the first attention layers in the row's cache.
     """
-    attention = [layer for layer in cache if isinstance(layer, KVCache)]
+    attention, others = _by_kind(cache)
     segment = KVSegment.lent(parent, tuple(layer.offset for layer in attention))
     for i, layer in enumerate(attention[num_lent:], num_lent):
         segment.layers[i] = _between(layer.keys, layer.values, segment.starts[i], segment.ends[i])
     mx.eval(list(filter(None, segment.layers)))
-    states: Any = tuple(_state(layer) for layer in cache if not isinstance(layer, KVCache))
+    states: Any = tuple(tuple(map(_own, kind_of(layer).state(layer))) for layer in others)
     hidden = _own(hidden) if hidden is not None else None
     mx.eval(states, [] if hidden is None else hidden)
-    windows = tuple(getattr(layer, "max_size", 0) for layer in cache if not isinstance(layer, KVCache))
-    lags = _lags(cache, num_tokens)
-    kv_lags = tuple(lag for layer, lag in zip(cache, lags, strict=True) if isinstance(layer, KVCache))
-    state_lags = tuple(lag for layer, lag in zip(cache, lags, strict=True) if not isinstance(layer, KVCache))
-    ratios = tuple(map(tokens_per_slot, attention))
+    lags = list[int]()
+    for layer in cache:
+        lags.append(kind_of(layer).num_lacking(layer, num_tokens, lags[-1] if lags else 0))
+    kv_lags = tuple(lag for layer, lag in zip(cache, lags, strict=True) if appends(layer))
+    state_lags = tuple(lag for layer, lag in zip(cache, lags, strict=True) if not appends(layer))
+    windows = tuple(kind_of(layer).window(layer) for layer in others)
+    ratios = tuple(kind_of(layer).tokens_per_slot(layer) for layer in attention)
     return StateSnapshot(num_tokens, segment, states, hidden, windows, ratios, kv_lags, state_lags)
 
 
-def _lags(cache: SequenceCache, num_tokens: int) -> list[int]:
-    """Return how many of a row's tokens each of its caches lacks; a pool as many as its inputs, which come before."""
-    lags: list[int] = []
-    for layer in cache:
-        if isinstance(layer, PooledCache):
-            lags.append(lags[-1])
-        else:
-            lags.append(0 if isinstance(layer, ArraysCache) else num_tokens - layer.offset)
-    return lags
-
-
-def tokens_per_slot(layer: KVCache) -> int:
-    """Return how many tokens of a row share a slot of an attention layer."""
-    return layer.ratio if isinstance(layer, PooledCache) else 1
-
-
-def allocated_slots(layer: KVCache, num_tokens: int) -> int:
-    """Return the slots that an attention layer allocates for tokens."""
-    return pool_slots(num_tokens, layer.ratio) if isinstance(layer, PooledCache) else rounded(num_tokens)
-
-
-def _state(layer: Any) -> tuple[mx.array, ...]:
-    """Return a copy of the complete state of a layer that does not append."""
-    if isinstance(layer, RotatingKVCache):
-        return tuple(_own(mx.contiguous(array)) for array in last_tokens(layer))
-    return tuple(map(_own, layer.cache))
+def _by_kind(cache: SequenceCache) -> tuple[SequenceCache, SequenceCache]:
+    """Return the layers that append keys and values, and those that have a complete state."""
+    return [layer for layer in cache if appends(layer)], [layer for layer in cache if not appends(layer)]
 
 
 class LentSegments:
@@ -223,7 +189,7 @@ class LentSegments:
 
     def fill(self, layer: Any) -> None:
         """Copy the keys and values of the next attention layer, evaluated. Other layers are skipped."""
-        if not isinstance(layer, ATTENTION_LAYERS):
+        if not appends(layer):
             return
         i, row = self._num_layers, slice(self._index, self._index + 1)
         self._num_layers += 1
@@ -278,10 +244,9 @@ def restore(snapshot: StateSnapshot, cache: SequenceCache, num_slots: int, lend:
             this raises.
     """
     chain, lent = [segment.keys_values for segment in snapshot.segment.chain()], set(lend)
-    attention = [layer for layer in cache if isinstance(layer, KVCache)]
-    others = [layer for layer in cache if not isinstance(layer, KVCache)]
+    attention, others = _by_kind(cache)
     for i, (layer, end) in enumerate(zip(attention, snapshot.segment.ends, strict=True)):
-        parts, slots = [layers.pop(0) for layers in chain], allocated_slots(layer, num_slots)
+        parts, slots = [layers.pop(0) for layers in chain], kind_of(layer).num_slots(layer, num_slots)
         layer.keys = _joined([keys for keys, _ in parts], slots - end)
         layer.values = _joined([values for _, values in parts], slots - end)
         layer.offset = end
@@ -291,11 +256,7 @@ def restore(snapshot: StateSnapshot, cache: SequenceCache, num_slots: int, lend:
             for segment in lent:
                 segment.layers[i] = None
     for layer, state, lag in zip(others, snapshot.states, snapshot.state_lags, strict=True):
-        if isinstance(layer, RotatingKVCache):
-            layer.keys, layer.values = map(mx.contiguous, state)  # its own array objects, which it writes into
-            layer.offset, layer._idx = snapshot.num_tokens - lag, state[0].shape[2]
-        else:
-            layer.cache = list(state)
+        kind_of(layer).set_state(layer, state, snapshot.num_tokens - lag)
     mx.eval([layer.state for layer in cache])
 
 
