@@ -12,6 +12,7 @@ from engine.worker.patches import (
     mimo_window,
     phi3small_blocks,
     recurrent_gemma_norm,
+    rope_shapes,
 )
 
 
@@ -28,3 +29,4 @@ def correct() -> None:
     mimo_window.install()
     phi3small_blocks.install()
     recurrent_gemma_norm.install()
+    rope_shapes.install()
