@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 from llguidance.numpy import fill_next_token_bitmask
 
 from engine.config import GrammarConfig
@@ -31,6 +31,7 @@ CACHE_SIZE = 16
 LARK_HEAD = "%llguidance {}\n"
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
 LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
+DIGITS_IN_RANGE = re.compile(r"(?<!\\)\[(?:\\.|[^\]\\])*?(?:[^\[\\^]-\\[dD]|\\[dD]-[^\]])")
 TERMINAL = re.compile(r"[A-Z][A-Z0-9_]*:")
 """Terminals with expressions in the grammars of tool calls say what text does not contain."""
 
@@ -239,31 +240,15 @@ def _source(spec: GrammarSpec, control_strings: frozenset[str], free_limits: Fre
         case "json_object":
             return LLMatcher.grammar_from_json_schema(json.dumps(with_options({"type": "object"})))
         case "regex":
-            forcing = LLMatcher.grammar_from_regex(with_ascii_digits(spec.text))
+            if DIGITS_IN_RANGE.search(spec.text):  # where 0-9 is written for them it would be another range
+                raise ValueError(r"a range of characters cannot begin or end with \d or \D")
+            # digits of other scripts are more than many programs know; in a schema's patterns they are none either
+            forcing = LLMatcher.grammar_from_regex(regex_to_lark(spec.text, use_ascii="d"))
             rules = json.loads(forcing)["grammars"][0]["lark_grammar"]
             return f"{NO_FORCING}{rules}" if _can_match(rules, control_strings) else forcing
         case "lark":
             rules, forcing = spec.text.removeprefix(LARK_HEAD), spec.text
     return f"{NO_FORCING}{rules}" if _may_spell(rules, control_strings) else forcing
-
-
-def with_ascii_digits(expression: str) -> str:
-    r"""Return a regular expression whose `\d` stands for 0 to 9, as in the patterns of a JSON schema.
-
-    To llguidance they are the digits of all scripts, of which programs that check an answer may not know the newest.
-    """
-    depth = 0  # of classes within classes
-
-    def spelled(found: re.Match[str]) -> str:
-        nonlocal depth
-        part = found[0]
-        if part == r"\d":
-            return "0-9" if depth else "[0-9]"
-        depth += part.startswith("[")
-        depth -= part == "]" and depth > 0
-        return part
-
-    return re.sub(r"\\[\s\S]|\[\^?\]?|\]", spelled, expression)
 
 
 def _place_of(error: ValueError, spec: GrammarSpec) -> str:

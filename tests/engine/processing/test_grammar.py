@@ -226,13 +226,21 @@ def test_a_forbidden_token_fails_the_row_and_no_other(token_id: int) -> None:
         (r"\\d", r"\d"),
         (r"[]\d]+x", "]7x"),
         (r"[a[\d]b]\d", "b0"),
+        (r"[-\d]+/[\d-]x", "-1/-x"),
+        (r"[\d\D]\D", "5\u0664"),
     ],
 )
 def test_digits_of_an_expression_are_those_of_ascii(expression: str, accepted: str) -> None:
     """As in the patterns of a schema; those of other scripts are more than other programs know."""
     matcher, with_other_digits = compiled(GrammarSpec("regex", expression)), re.sub("[0-9]", "\u0664", accepted)
     assert accepted_part(matcher, accepted) == accepted
-    assert with_other_digits == accepted or accepted_part(matcher, with_other_digits) != with_other_digits
+    is_refused = accepted_part(matcher, with_other_digits) != with_other_digits
+    assert with_other_digits == accepted or is_refused == (r"\D" not in expression)
+
+
+@pytest.mark.parametrize("expression", [r"[+-\d]+", r"[\d-x]", r"a[x\]+-\D]"])
+def test_a_range_that_begins_or_ends_with_digits_is_refused(expression: str) -> None:
+    assert "range" in refusal(GrammarSpec("regex", expression))
 
 
 def test_properties_come_in_the_order_of_the_schema() -> None:
