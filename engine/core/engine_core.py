@@ -183,7 +183,7 @@ class EngineCore:
     def close(self) -> None:
         """Write pending snapshots to disk and release the runner's memory."""
         try:
-            for prompt in self.scheduler.prefills.in_progress:
+            for prompt in (*self.scheduler.prefills.in_progress, *self.scheduler.take_released().prompts):
                 self.prefix.end(prompt)
             self.prefix.close(DISK_CLOSE_S)
         finally:
@@ -266,7 +266,7 @@ class EngineCore:
         if not any(one.has_state for one in preempted):
             return
         self._decoded_s = None  # the following work must not count as decode time
-        decoding = [one.rows[0] for one in preempted if one.prompt is None]
+        decoding = [one.rows[0] for one in preempted if one.num_prefilled is None]
         if decoding:
             try:
                 outputs = self.runner.pending([row.id for row in decoding])
@@ -278,11 +278,10 @@ class EngineCore:
             self._publish(self.scheduler.update_preempted(outputs, decoding))
             self._release(self.scheduler.take_released())  # some may have completed their answers
         for one in preempted:
-            if one.prompt is None:
-                if one.rows[0].state is not RequestState.FINISHED:
-                    self.prefix.take_row(one.rows[0])
-            elif one.num_prefilled:
+            if one.num_prefilled:
                 self.prefix.take_prompt(one.prompt, one.num_prefilled)
+            elif one.num_prefilled is None and one.rows[0].state is not RequestState.FINISHED:
+                self.prefix.take_row(one.rows[0])
 
     def _drop(self, rows: Sequence[Request], prompts: Iterable[Prompt]) -> None:
         """Drop rows, which ends what their prompts still use of the prefix cache."""

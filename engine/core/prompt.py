@@ -12,7 +12,7 @@ USUAL_ANSWER = 256
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """The rows of a request that share a prompt; first queued, then in progress.
+    """The rows of a request that share a prompt; first queued, then in progress. It becomes the `prompt` of each row.
 
     Rows that are preempted get a new one: generated tokens belong to the prompt then.
     """
@@ -29,7 +29,7 @@ class Prompt:
     else two requests could preempt one another for ever. Set when its rows were preempted (`RequestQueue.requeue`), and
     by the scheduler when it is admitted after waiting for ageing_s."""
     has_output: bool = False
-    """Whether its answer has begun: it was preempted, or another engine began it or another choice of its request."""
+    """Whether its answer has begun: it has tokens, or another engine began it or another choice of its request."""
 
     blocked_s: float | None = None
     """When it first was the head of the queue and did not fit; None before."""

@@ -37,7 +37,7 @@ class RequestQueue:
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The requests by rank. Not a copy: the caller must not change it."""
+        """The prompts by rank. Not a copy: the caller must not change it."""
         return self._prompts
 
     def push(self, rows: Sequence[Request]) -> None:

@@ -190,12 +190,12 @@ class Scheduler:
             released = PreemptedRows(rows, victim, victim.row.num_prefilled)
             self.prefills.in_progress.remove(victim)
         else:
-            rows, arrived_s, released = [victim], None, PreemptedRows([victim])
+            rows, arrived_s, released = [victim], None, PreemptedRows([victim], victim.prompt, None)
             del self._running[victim.id]
         self._released.preempted.append(released)
         for row in rows:
             row.record.queued(now, load, reason)
-            num_computed = row.num_tokens if released.prompt is None else row.num_prefilled
+            num_computed = row.num_tokens if released.num_prefilled is None else row.num_prefilled
             row.num_charged = max(row.num_charged, num_computed)
             row.state, row.num_prefilled = RequestState.WAITING, 0
             self.budget.release(row.id)

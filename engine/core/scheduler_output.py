@@ -16,15 +16,15 @@ class PreemptedRows:
     """A preempted decoding row, or all rows of a preempted prompt in progress; they are queued again, as a new one."""
 
     rows: Sequence[Request]
-    prompt: Prompt | None = None
-    """The prompt that was in progress; None for a decoding row, which a step in flight may still give tokens."""
-    num_prefilled: int = 0
-    """Computed tokens of that prompt."""
+    prompt: Prompt
+    """Their prompt until now."""
+    num_prefilled: int | None
+    """Computed tokens of the prompt; None for a decoding row, which a step in flight may still give tokens."""
 
     @property
     def has_state(self) -> bool:
         """Whether the runner has computed any of it."""
-        return self.prompt is None or self.num_prefilled > 0
+        return self.num_prefilled != 0
 
 
 @dataclass(slots=True)
@@ -55,10 +55,7 @@ class ReleasedRows:
     @property
     def prompts(self) -> list[Prompt]:
         """The prompts of the rows to drop, those included that are computed already."""
-        return [
-            *(row.prompt for row in self.finished),
-            *(one.prompt for one in self.preempted if one.prompt is not None),
-        ]
+        return [*(row.prompt for row in self.finished), *(one.prompt for one in self.preempted)]
 
 
 @dataclass(slots=True)

@@ -10,11 +10,12 @@ import mlx.core as mx
 
 
 class BatchLayer:
-    """A layer whose rows have one slot per token, so that rejected tokens are overwritten."""
+    """A layer whose rows have slots of their own, in which rejected tokens are overwritten."""
 
     appends = False
     """Whether keys and values lie in slots that never change."""
     tokens_per_slot = 1
+    """Tokens of a row that share a slot."""
     recording = False
     """Whether `commit` follows the next forward."""
     recorded: Sequence[mx.array] = ()

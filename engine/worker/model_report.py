@@ -31,7 +31,7 @@ from engine.worker import loader, memory, mtp_loader
 from engine.worker.fast_paths import FastPaths
 from engine.worker.kv_cache import SLOTS_STEP
 from engine.worker.language_model import LanguageModel
-from engine.worker.row_kinds import appends, kind_of
+from engine.worker.row_kinds import appends, is_recurrent, kind_of
 from engine.worker.window_layer import ring_bytes, slot_bytes
 
 CONTEXTS = (8192, 32768, 131072)
@@ -59,7 +59,7 @@ class RowBytes:
         language_model.extend(mx.zeros((1, 1), mx.int32), None, cache, np.zeros((3, 1, 1), np.int32), launch=False)
         windows = [layer for layer in cache if kind_of(layer).window(layer)]
         attention = [layer for layer in cache if appends(layer)]
-        recurrent = [layer for layer in cache if layer not in (*windows, *attention)]
+        recurrent = list(filter(is_recurrent, cache))
         largest, window_slots, smaller = ring_bytes([(layer.max_size, _slot_bytes(layer)) for layer in windows])
         return cls(
             math.ceil(sum(_slot_bytes(layer) / kind_of(layer).tokens_per_slot(layer) for layer in attention)),

@@ -34,10 +34,10 @@ from engine.worker.vision import ImageEncoding, VisionEncoder
 
 @dataclass(slots=True)
 class PromptState:
-    """The state of a prompt in progress. L: number of its tokens that are computed, then or later."""
+    """The state of a prompt in progress. L: its tokens without those that a sparse plan skips."""
 
     token_ids: np.ndarray
-    """int32 [L], the computed tokens."""
+    """int32 [L], the tokens to compute."""
     successors: np.ndarray
     """int32 [L], the token after each of them in the whole prompt, computed or not; 0 for the last."""
     cache: SequenceCache

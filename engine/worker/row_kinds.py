@@ -1,7 +1,7 @@
 """What is read from and written into one row's cache, by its kind: keys and values, a window of them, or states.
 
-Snapshots, prompts and decode groups ask the kind, so that a further one is a class here and a layer of `LAYERS` in
-kv_cache.py.
+Snapshots, prompts and decode groups ask the kind. A further one is a class here, a layer of decode groups (`LAYERS` in
+kv_cache.py), and a layer of shared forwards (`_layers` in burst.py).
 """
 
 from typing import Any
@@ -26,12 +26,12 @@ class RowKind:
         return 0
 
     def num_lacking(self, cache: Any, num_tokens: int, inputs_lack: int) -> int:
-        """Return how many of a row's `num_tokens` tokens the cache lacks: a head has read one pair less.
+        """Return how many of a row's `num_tokens` tokens the cache lacks. A head's has read one pair less.
 
         Args:
             cache: The cache.
             num_tokens: Tokens of the row.
-            inputs_lack: How many the cache before it lacks.
+            inputs_lack: How many the cache before it lacks, from which a pool is made.
         """
         return 0
 
@@ -40,7 +40,7 @@ class RowKind:
         return list(self.state(cache))
 
     def state(self, cache: Any) -> tuple[mx.array, ...]:
-        """Return the complete state, without a copy."""
+        """Return the complete state, which may share the cache's arrays."""
         return tuple(cache.cache)
 
     def set_state(self, cache: Any, state: tuple[mx.array, ...], num_tokens: int) -> None:

@@ -7,9 +7,9 @@ stored at the prompt's boundaries; if a later chunk fails, all snapshots that th
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from engine.config import BoundaryKind, PrefixCacheConfig
 from engine.core.batch import ModelRunner
@@ -254,15 +254,13 @@ class PrefixCache:
         if self.off_reason is None:
             self._taker.take_row(row)
 
-    @contextmanager
-    def dropping(self, row_ids: Sequence[str]) -> Iterator[Mapping[str, Sequence[KVSegment]]]:
+    def dropping(self, row_ids: Sequence[str]) -> AbstractContextManager[Mapping[str, Sequence[KVSegment]]]:
         """Bring the KV segments of rows back that the runner drops within the block.
 
-        Yields:
-            The segments to copy back, by row id; those that are not copied back are lost.
+        Returns:
+            A context of the segments to copy back, by row id; those that are not copied back are lost.
         """
-        with self._loans.dropping(row_ids) as lent:
-            yield lent
+        return self._loans.dropping(row_ids)
 
     def lost(self, row_ids: Sequence[str]) -> None:
         """Evict the snapshots whose keys and values the runner has lost with these rows."""

@@ -13,7 +13,7 @@ from engine.protocol import Boundary
 
 @dataclass(slots=True, eq=False)
 class PrefixCacheSession:
-    """A prompt in progress and its use of the prefix cache."""
+    """A prompt's use of the prefix cache."""
 
     row: Request
     """The first of the rows that share the prompt."""
