@@ -112,6 +112,7 @@ class Soak:
         self.num_steps += 1
 
     def _look(self) -> tuple[int, int, int, int]:
+        mx.synchronize()  # MLX's thread must not work on the step in flight while its graph is walked
         gc.collect()
         cache_bytes = self._runner.memory()["decode_cache_bytes"]
         objects = gc.get_objects()
