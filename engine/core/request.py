@@ -59,7 +59,7 @@ class Request:
     matcher: Matcher | None = None
     """The row's grammar, None without one."""
     prompt: "Prompt" = field(init=False, repr=False)
-    """What it computes, alone or with other rows, since it was queued last; unset before."""
+    """The prompt that it has computed, alone or with other rows, since it was queued last; unset before."""
     state: RequestState = RequestState.WAITING
     num_prefilled: int = 0
     """Computed tokens of the prompt that are in the row's cache."""

@@ -66,7 +66,7 @@ class RequestQueue:
             self._prompts.remove(row.prompt)
 
     def remove_admitted(self, prompt: Prompt) -> None:
-        """Remove an admitted request and update the mean time between admissions."""
+        """Remove an admitted prompt and update the mean time between admissions."""
         self._prompts.remove(prompt)
         now, before = self._clock(), self._last_admitted_s
         if before is not None and prompt.arrived_s <= before:  # it was queued during the whole interval
@@ -75,7 +75,7 @@ class RequestQueue:
         self._last_admitted_s = now
 
     def expired(self) -> list[Prompt]:
-        """Return the requests that have waited longer than queue_timeout_s, except those whose answers have begun."""
+        """Return the prompts that have waited longer than queue_timeout_s, except those whose answers have begun."""
         latest = self._clock() - self._config.queue_timeout_s
         return [prompt for prompt in self._prompts if prompt.arrived_s <= latest and not prompt.has_output]
 
@@ -91,14 +91,14 @@ class RequestQueue:
         return min(self._prompts, key=lambda prompt: prompt.priority)
 
     def first(self) -> Prompt:
-        """Return the next request to admit: the first in `order`. The queue must not be empty."""
+        """Return the next prompt to admit: the first in `order`. The queue must not be empty."""
         if not self._is_fair:
             return self._prompts[0]
         priority = self._prompts[0].priority
         return min((tagged for tagged in self._tagged() if tagged[2].priority == priority), key=_TAG)[2]
 
     def order(self) -> list[Prompt]:
-        """Return the requests in order of admission: by rank, and within a priority by their clients' service."""
+        """Return the prompts in order of admission: by rank, and within a priority by their clients' service."""
         if not self._is_fair:
             return list(self._prompts)
         by_priority = dict[int, list[Tagged]]()
@@ -108,7 +108,7 @@ class RequestQueue:
         return [next(by_tag[prompt.priority])[2] for prompt in self._prompts]
 
     def _tagged(self) -> Iterator[Tagged]:
-        """Yield (tag, rank, request) by rank.
+        """Yield (tag, rank, prompt) by rank.
 
         A client's first request has the client's service so far as its tag, the second that plus the first one's cost,
         and so on.

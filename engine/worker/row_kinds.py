@@ -1,4 +1,4 @@
-"""What is read from and written into one row's cache, by its kind: keys and values, a window of them, or states.
+"""Kinds of one row's caches, and how their state is read and set: keys and values, a window of them, or a state.
 
 Snapshots, prompts and decode groups ask the kind. A further one is a class here, a layer of decode groups (`LAYERS` in
 kv_cache.py), and a layer of shared forwards (`_layers` in burst.py).

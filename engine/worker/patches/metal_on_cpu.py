@@ -31,10 +31,10 @@ ON_CPU: dict[tuple[Any, str], Any] = {
     (one_bit, "_one_bit_qmv_kernel"): _no_kernel,
     (one_bit, "_one_bit_qmm_kernel"): _no_kernel,
 }
-"""What other kernels are on the CPU, by module and name: there the library's functions use its plain operations."""
+"""Values of other kernels on the CPU, by module and name, with which the library uses its plain operations."""
 
 LIBRARY = {(module, name): getattr(module, name) for module, name in ON_CPU}
-"""What they are on the GPU."""
+"""Their values on the GPU."""
 
 
 def install() -> None:
