@@ -31,7 +31,7 @@ CACHE_SIZE = 16
 LARK_HEAD = "%llguidance {}\n"
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
 LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')
-DIGITS_IN_RANGE = re.compile(r"(?<!\\)\[(?:\\.|[^\]\\])*?(?:[^\[\\^]-\\[dD]|\\[dD]-[^\]])")
+DIGITS_AT_HYPHEN = re.compile(r"-\\[dD]|\\[dD]-")
 TERMINAL = re.compile(r"[A-Z][A-Z0-9_]*:")
 """Terminals with expressions in the grammars of tool calls say what text does not contain."""
 
@@ -240,8 +240,9 @@ def _source(spec: GrammarSpec, control_strings: frozenset[str], free_limits: Fre
         case "json_object":
             return LLMatcher.grammar_from_json_schema(json.dumps(with_options({"type": "object"})))
         case "regex":
-            if DIGITS_IN_RANGE.search(spec.text):  # where 0-9 is written for them it would be another range
-                raise ValueError(r"a range of characters cannot begin or end with \d or \D")
+            if "[" in spec.text and DIGITS_AT_HYPHEN.search(spec.text):
+                # refuse a range such as [+-\d]: with digits spelled out it would be another one
+                build_matcher(byte_tokenizer(), partial(LLMatcher.grammar_from_regex, spec.text))
             # digits of other scripts are more than many programs know; in a schema's patterns they are none either
             forcing = LLMatcher.grammar_from_regex(regex_to_lark(spec.text, use_ascii="d"))
             rules = json.loads(forcing)["grammars"][0]["lark_grammar"]

@@ -228,6 +228,7 @@ def test_a_forbidden_token_fails_the_row_and_no_other(token_id: int) -> None:
         (r"[a[\d]b]\d", "b0"),
         (r"[-\d]+/[\d-]x", "-1/-x"),
         (r"[\d\D]\D", "5\u0664"),
+        (r"[a-z-\d]+\d{2}-\d", "q-123-4"),
     ],
 )
 def test_digits_of_an_expression_are_those_of_ascii(expression: str, accepted: str) -> None:
@@ -238,9 +239,19 @@ def test_digits_of_an_expression_are_those_of_ascii(expression: str, accepted: s
     assert with_other_digits == accepted or is_refused == (r"\D" not in expression)
 
 
-@pytest.mark.parametrize("expression", [r"[+-\d]+", r"[\d-x]", r"a[x\]+-\D]"])
+@pytest.mark.parametrize("expression", [r"[+-\d]+", r"[\d-x]", r"a[x\]+-\D]", r"\\\\[+-\d]"])
 def test_a_range_that_begins_or_ends_with_digits_is_refused(expression: str) -> None:
     assert "range" in refusal(GrammarSpec("regex", expression))
+
+
+@pytest.mark.parametrize("text", ["[" * 60_000 + r"\d-", r"[a-\d" * 8000, r"[-\d]" * 8000, r"(\d-[a])" * 6000])
+def test_hostile_expressions_with_digits_are_compiled_or_refused_soon(text: str) -> None:
+    began = time.perf_counter()
+    try:
+        compiled(GrammarSpec("regex", text))
+    except InvalidRequest:
+        pass
+    assert time.perf_counter() - began < 30
 
 
 def test_properties_come_in_the_order_of_the_schema() -> None:
