@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -247,10 +248,8 @@ def test_a_range_that_begins_or_ends_with_digits_is_refused(expression: str) -> 
 @pytest.mark.parametrize("text", ["[" * 60_000 + r"\d-", r"[a-\d" * 8000, r"[-\d]" * 8000, r"(\d-[a])" * 6000])
 def test_hostile_expressions_with_digits_are_compiled_or_refused_soon(text: str) -> None:
     began = time.perf_counter()
-    try:
+    with suppress(InvalidRequest):
         compiled(GrammarSpec("regex", text))
-    except InvalidRequest:
-        pass
     assert time.perf_counter() - began < 30
 
 
