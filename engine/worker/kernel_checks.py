@@ -119,6 +119,18 @@ def _delta_rule(*inputs: mx.array) -> tuple[np.ndarray, list[np.ndarray]]:
     return np.stack(outputs, 1), states
 
 
+def few_rows() -> KernelFigure:
+    """Apply layers in bfloat16 to 2 to 33 rows, against float64; on CUDA up to 32 rows have a kernel of Orchard."""
+    errors = []
+    for num_rows, size, num_outputs in product((2, 7, 16, 17, 32, 33), (512, 96), (1024, 100)):
+        layer = nn.Linear(size, num_outputs)
+        layer.set_dtype(mx.bfloat16)
+        x = mx.random.normal((num_rows, 1, size), key=mx.random.key(num_rows)).astype(mx.bfloat16)
+        exact = np.array(x.astype(mx.float32), np.float64) @ np.array(layer.weight.astype(mx.float32), np.float64).T
+        errors.append(_error(layer(x), exact + np.array(layer.bias.astype(mx.float32), np.float64)))
+    return KernelFigure(max(errors), BFLOAT16_LIMIT, f"{loader.device_kind()} kernels")
+
+
 def quantized_head() -> KernelFigure:
     """Apply quantized output layers to one and several rows and tokens, against the product of what they stand for.
 
@@ -207,6 +219,7 @@ KERNEL_CHECKS: dict[str, Callable[[], KernelFigure | str]] = {
     "M-RoPE": rotary_positions,
     "gated delta rule": gated_delta_rule,
     "gated delta rule with states": gated_delta_states,
+    "products of few rows": few_rows,
     "quantized output layer": quantized_head,
     "exact verifier, output layer": exact_verifier_head,
     "cache write (put_along_axis)": cache_write,

@@ -8,6 +8,7 @@ from engine.worker.patches import (
     attention_cpu,
     convolutions,
     families,
+    few_rows_cuda,
     gated_delta_chunks,
     gated_delta_cuda,
     gated_delta_next,
@@ -49,5 +50,6 @@ def install(decodes: bool) -> None:
         attention_cpu.install()
         silu_cpu.install()
     elif mx.cuda.is_available():
+        few_rows_cuda.install()
         gated_delta_cuda.install()
         quantized_cuda.install()
