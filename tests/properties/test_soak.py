@@ -3,10 +3,12 @@
 ORCHARD_SOAK_STEPS=10000 makes it long. -s prints the figures.
 """
 
+import faulthandler
 import gc
 import os
 import random
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -79,12 +81,14 @@ class Soak:
         for i in range(num_steps):
             self._step(0 if i % 64 < 32 else 2)
         ms_per_step = (time.perf_counter() - began_s) / num_steps * 1e3
-        seen = []
+        seen: list[tuple[int, int | None, int, int]] = []
         for i in range(8):  # a period of whatever is computed now and then
             self._step(2 * (i % 2))
             seen.append(self._look())
         active, pending, arrays, objects = zip(*seen, strict=True)
-        return Figures(self.num_steps, min(active), max(pending), min(arrays), min(objects), ms_per_step)
+        counted = [num for num in pending if num is not None]
+        assert 2 * len(counted) >= len(seen), pending
+        return Figures(self.num_steps, min(active), max(counted), min(arrays), min(objects), ms_per_step)
 
     def close(self) -> None:
         self._drop(list(self._left))
@@ -111,8 +115,8 @@ class Soak:
             self.num_tokens += len(output.token_ids)
         self.num_steps += 1
 
-    def _look(self) -> tuple[int, int, int, int]:
-        mx.synchronize()  # MLX's thread must not work on the step in flight while its graph is walked
+    def _look(self) -> tuple[int, int | None, int, int]:
+        mx.synchronize()  # the step in flight counts as computed
         gc.collect()
         cache_bytes = self._runner.memory()["decode_cache_bytes"]
         objects = gc.get_objects()
@@ -120,12 +124,29 @@ class Soak:
         return mx.get_active_memory() - cache_bytes, _num_pending(arrays), len(arrays), len(objects)
 
 
-def _num_pending(arrays: list[mx.array]) -> int:
-    """Operations behind these arrays that have not been computed."""
+def _num_pending(arrays: list[mx.array]) -> int | None:
+    """Count the operations behind these arrays that have not been computed.
+
+    A child does it, as the library's walk over the graph ends with a segmentation fault once in thousands of times (MLX
+    0.32.4, cause unknown; nothing but this test calls it).
+
+    Returns:
+        None if the child did not get to the end.
+    """
     path = Path("/dev/shm" if Path("/dev/shm").is_dir() else "/tmp") / f"orchard-soak-{os.getpid()}.dot"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads: the child needs none
+        child = os.fork()
+    if not child:
+        status = 1
+        try:
+            faulthandler.disable()
+            mx.export_to_dot(str(path), *arrays)
+            status = 0
+        finally:
+            os._exit(status)
     try:
-        mx.export_to_dot(str(path), *arrays)
-        return path.read_text().count("[label =")
+        return path.read_text().count("[label =") if os.waitpid(child, 0)[1] == 0 else None
     finally:
         path.unlink(missing_ok=True)
 
