@@ -1,6 +1,7 @@
 """Which queued request is admitted next, and which snapshots and rows lose their memory for it. Pure."""
 
 from collections.abc import Mapping, Sequence
+from math import ceil
 
 from engine.core.memory.victims import Preemption, Victim
 from engine.core.prefill_scheduler import PrefillScheduler
@@ -104,14 +105,15 @@ class Admission:
         if len(rows) > self._num_free_rows:
             _note_obstacle(prompt, "rows")
             return False
-        if budget.shortfall_bytes(rows) or budget.group_shortfall_bytes(rows):
+        growth = prompt.growth_tokens = self._growth_tokens(self._prompt_s(prompt, 0.0), prompt.end)
+        if budget.shortfall_bytes(rows, growth_tokens=growth) or budget.group_shortfall_bytes(rows, growth):
             self._prefixes.assign(prompt)
         self._evict_for_group(prompt)
-        missing = budget.reserve(rows)
+        missing = budget.reserve(rows, growth)
         if not missing:
             return True
         may_evict = not may_wait or self._may_evict(prompt, missing)
-        if may_evict and self._evictable.evict(missing) and not budget.reserve(rows):
+        if may_evict and self._evictable.evict(missing) and not budget.reserve(rows, growth):
             return True
         self._prefixes.revoke(prompt)
         _note_obstacle(prompt, "memory")
@@ -155,6 +157,26 @@ class Admission:
                 return prompt
         return None
 
+    def _growth_tokens(self, prompt_s: float, num_prompt_tokens: int) -> int:
+        """Predict the tokens that each decoding row generates until this prompt and those in progress are computed.
+
+        A step decodes once for all rows and then prefills for at most max_stall_s, or prefill_chunk_tokens_busy tokens.
+
+        Args:
+            prompt_s: Predicted seconds of the prompt when it is computed alone.
+            num_prompt_tokens: Tokens of the prompt.
+        """
+        num_rows, in_progress = len(self._running), self._prefills.in_progress
+        step_s = self._costs.step_s(num_rows, self._prefills.drafts)
+        token_s = self._costs.token_s(num_rows)
+        if step_s is None or token_s is None:
+            return 0
+        seconds = prompt_s + sum(map(self._prefills.remaining_s, in_progress))
+        num_tokens = num_prompt_tokens + sum(one.end - one.start for one in in_progress)
+        config = self._config
+        num_steps = max(seconds / config.scheduler.max_stall_s, num_tokens / config.prefill_chunk_tokens_busy)
+        return ceil(num_steps * max(1.0, step_s / token_s))
+
     def _prompt_s(self, prompt: Prompt, limit_s: float) -> float:
         """Predict the prefill seconds of a queued request.
 
@@ -186,7 +208,7 @@ class Admission:
 
         Each further group reads all weights once more per step, until the answers end.
         """
-        missing, token_s = self._budget.group_shortfall_bytes(prompt.rows), self._costs.token_s(1)
+        missing, token_s = self._budget.group_shortfall_bytes(prompt.rows, prompt.growth_tokens), self._costs.token_s(1)
         num_tokens = min(USUAL_ANSWER, _num_tokens_left(prompt.rows[0]))
         if missing and token_s is not None and self._evictable.price(missing) < token_s * num_tokens:
             self._evictable.evict(missing)
@@ -207,7 +229,7 @@ class Admission:
         finished: list[str] = []
         for end_s, row_id in sorted(ends):
             finished.append(row_id)
-            if self._budget.shortfall_bytes(head.rows, finished) <= self._evictable.evictable_bytes:
+            if self._budget.shortfall_bytes(head.rows, finished, head.growth_tokens) <= self._evictable.evictable_bytes:
                 return end_s
         return 0.0
 

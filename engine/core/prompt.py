@@ -33,6 +33,8 @@ class Prompt:
 
     blocked_s: float | None = None
     """When it first was the head of the queue and did not fit; None before."""
+    growth_tokens: int = 0
+    """Predicted tokens that each decoding row generates until this prompt is computed, if it is admitted now."""
     reconsider_eviction_s: float = 0.0
     """Waiting time in seconds after which evicting snapshots for it is considered again."""
 

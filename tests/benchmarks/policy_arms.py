@@ -138,6 +138,7 @@ def _by_leaf(order: eviction.EvictionOrder, node: Any) -> float:
     return 1.0 if num != 1 or node.kind == "system" else 0.1
 
 
+NO_GROWTH = _set(admission.Admission, "_growth_tokens", lambda self, prompt_s, num_prompt_tokens: 0)
 NO_GROUP_EVICTION = _set(admission.Admission, "_evict_for_group", lambda self, prompt: None)
 NO_EASY = _set(admission.Admission, "choose_backfill", _backfill_until_aged)
 SHORTEST = _set(prefill.PrefillOrder, "choose", _shortest)
@@ -147,9 +148,10 @@ NO_BURSTS = _set(prefill_scheduler.PrefillScheduler, "_may_burst", lambda self, 
 
 ARMS: dict[str, tuple[str, Callable[[], None]]] = {
     "now": ("nothing changed", _together()),
+    "no growth": ("admission does not foresee the growth of decoding rows", NO_GROWTH),
     "no eviction for a group": ("no snapshot is evicted so that rows share a decode group", NO_GROUP_EVICTION),
     "no EASY": ("behind a head that has not fitted for ageing_s nothing is admitted", NO_EASY),
-    "silent": ("the two above together", _together(NO_GROUP_EVICTION, NO_EASY)),
+    "silent": ("the three above together", _together(NO_GROWTH, NO_GROUP_EVICTION, NO_EASY)),
     "shortest first": ("the oldest prompt has no share of its own", SHORTEST),
     "first come": ("prompts in progress advance in the order of their arrival", FIRST_COME),
     "no short admission": (

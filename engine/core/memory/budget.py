@@ -6,6 +6,7 @@ progress reserves the intermediate results of a chunk on top. Caches count with 
 a row needs the memory.
 """
 
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
@@ -82,34 +83,48 @@ class MemoryBudget:
         self.unaccounted_bytes = 0
         self.num_underestimates = 0
 
-    def shortfall_bytes(self, rows: Sequence[Request], without: Collection[str] = ()) -> int:
+    def shortfall_bytes(self, rows: Sequence[Request], without: Collection[str] = (), growth_tokens: int = 0) -> int:
         """Return how many bytes to free for a request's rows and its prompt; 0 if they fit.
 
         Args:
             rows: The request's rows.
             without: Ids of rows to ignore, as if they had been dropped.
+            growth_tokens: Predicted tokens that each decoding row generates before the prompt is computed. Rows that
+                outgrow their reservations by then count with the extended ones.
         """
-        return self._shortfall_bytes(self.needs.need(rows), None, without)[0]  # in their own group
+        missing, _ = self._shortfall_bytes(self.needs.need(rows), None, without, growth_tokens)  # in their own group
+        return missing
 
-    def group_shortfall_bytes(self, rows: Sequence[Request]) -> int:
-        """Return how many bytes to free for a request's rows to join an existing decode group; 0 if none."""
+    def group_shortfall_bytes(self, rows: Sequence[Request], growth_tokens: int = 0) -> int:
+        """Return how many bytes to free for a request's rows to join an existing decode group; 0 if none.
+
+        Args:
+            rows: The request's rows.
+            growth_tokens: See `shortfall_bytes`.
+        """
         need = self.needs.need(rows)
         group = self._choose(need)
-        return 0 if group is None else self._shortfall_bytes(need, group)[0]
+        evictable = self._evictable.evictable_bytes
+        return 0 if group is None else self._shortfall_bytes(need, group, (), growth_tokens, evictable)[0]
 
-    def reserve(self, rows: Sequence[Request]) -> int:
+    def reserve(self, rows: Sequence[Request], growth_tokens: int = 0) -> int:
         """Reserve memory for a request's rows and its prompt, and assign the rows to a decode group.
 
+        Args:
+            rows: The request's rows.
+            growth_tokens: See `shortfall_bytes`. Growth is not reserved, but must be free or evictable.
+
         Returns:
-            0, or the missing bytes if nothing was reserved.
+            0, or the missing bytes if nothing was reserved; `sys.maxsize` if no eviction would help.
         """
         need = self.needs.need(rows)
-        missing, reservation = self._shortfall_bytes(need, None)
+        evictable = self._evictable.evictable_bytes
+        missing, reservation = self._shortfall_bytes(need, None, (), growth_tokens, evictable)
         if missing:
             return missing
         group = self._choose(need)
         if group is not None:
-            missing, among_others = self._shortfall_bytes(need, group)
+            missing, among_others = self._shortfall_bytes(need, group, (), growth_tokens, evictable)
             group, reservation = (None, reservation) if missing else (group, among_others)
         reservation.row_ids |= {row.id for row in rows}
         self.prefills.append(reservation)
@@ -121,7 +136,12 @@ class MemoryBudget:
         return self.grouping.choose(need.num_rows, need.num_prompt, self.costs.slots(need.num_tokens))
 
     def _shortfall_bytes(
-        self, need: MemoryNeed, group: DecodeGroupPlan | None, without: Collection[str] = ()
+        self,
+        need: MemoryNeed,
+        group: DecodeGroupPlan | None,
+        without: Collection[str] = (),
+        growth_tokens: int = 0,
+        evictable_bytes: int = 0,
     ) -> tuple[int, PrefillReservation]:
         """Return the missing bytes and the prefill reservation of a request, in a given decode group or a new one.
 
@@ -131,14 +151,22 @@ class MemoryBudget:
             need: The request's need.
             group: The decode group to join; None for a new one.
             without: Ids of rows to ignore.
+            growth_tokens: See `shortfall_bytes`.
+            evictable_bytes: Cached bytes that predicted growth may evict later; nothing is evicted for it now.
         """
         others = [row_id for row_id in self._sampling if row_id not in without]
         reservation = self.needs.prefill_reservation(need, MIN_CHUNK_TOKENS_BESIDE if others else 0, need.num_prompt)
         sampling = sum(self._sampling[row_id] for row_id in others) + need.num_rows * need.sampling_bytes
         prefills = [*(one for one in self.prefills if not one.row_ids <= set(without)), reservation]
-        sizes = self._sizes(group, need.num_rows, self.costs.slots(need.num_tokens), without)
-        total = self.needs.total_bytes(sizes, prefills, sampling)
-        return max(0, total - self._limit(is_only_request=not others)), reservation
+        slots, limit = self.costs.slots(need.num_tokens), self._limit(is_only_request=not others)
+
+        def total(growth: int) -> int:
+            return self.needs.total_bytes(self._sizes(group, need.num_rows, slots, without, growth), prefills, sampling)
+
+        grown = total(growth_tokens) - limit if growth_tokens else 0
+        if evictable_bytes and grown > 0:
+            grown = sys.maxsize if grown > evictable_bytes else 0
+        return max(0, total(0) - limit, grown), reservation
 
     def _limit(self, is_only_request: bool) -> int:
         """Return the bytes that requests may reserve.
@@ -243,6 +271,7 @@ class MemoryBudget:
         num_rows: int,
         slots: int,
         without: Collection[str] = (),
+        growth_tokens: int = 0,
     ) -> list[tuple[int, int]]:
         """Return (rows, slots) of all groups, with `num_rows` rows of `slots` slots added to one.
 
@@ -251,11 +280,13 @@ class MemoryBudget:
             num_rows: Rows to add; 0 only widens the group.
             slots: Slots of each added row.
             without: Ids of rows to ignore.
+            growth_tokens: See `shortfall_bytes`.
         """
         sizes = []
         for one in self.grouping.groups.values():
-            kept = [row_id for row_id in one.rows if row_id not in without]
-            widest = max((one.slots[row_id] for row_id in kept), default=0)
+            kept = [row for row in one.rows.values() if row.id not in without]
+            grown = (self.needs.grown_slots(row, one.slots[row.id], growth_tokens) for row in kept)
+            widest = max(grown, default=0)
             if one is changed:
                 sizes.append((len(kept) + num_rows, max(widest, slots)))
             else:

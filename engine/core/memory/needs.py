@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request
+from engine.core.request import Request, RequestState
 
 MAX_STEP_SHARE = 0.25
 """Largest share of `request_bytes` for the intermediate results of one chunk: late in long prompts chunks become
@@ -107,6 +107,16 @@ class MemoryNeeds:
             num_tokens,
             lambda n: self.min_bytes(replace(need, num_tokens=need.num_prompt + n + overshoot)) <= limit,
         )
+
+    def grown_slots(self, row: Request, slots: int, num_tokens: int) -> int:
+        """Return a row's reserved slots after it has generated `num_tokens` more tokens, see MemoryBudget.extend."""
+        left = row.sampling.max_tokens - len(row.output_token_ids)
+        end = row.num_tokens + min(num_tokens, left) + self.costs.overshoot
+        if not num_tokens or end <= slots or row.state is not RequestState.RUNNING:
+            return slots
+        reserve = max(1, self._reserve_tokens << row.num_growth_preemptions)
+        grown = slots + -(-(end - slots) // reserve) * reserve
+        return self.costs.slots(min(grown, row.num_tokens + left + self.costs.overshoot))
 
     def prefill_reservation(self, need: MemoryNeed, chunk_tokens: int, end: int) -> PrefillReservation:
         """Return the reservation of a prompt that has not begun.

@@ -123,7 +123,7 @@ class Preemption:
 
         def suffice(num: int) -> bool:
             preempted = [row.id for one in candidates[:num] for row in _rows(one)]
-            missing = self._budget.shortfall_bytes(queued.rows, preempted)
+            missing = self._budget.shortfall_bytes(queued.rows, preempted, queued.growth_tokens)
             return len(queued.rows) <= num_rows + len(preempted) and missing <= num_bytes
 
         if not suffice(len(candidates)):
