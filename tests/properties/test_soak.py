@@ -127,8 +127,8 @@ class Soak:
 def _num_pending(arrays: list[mx.array]) -> int | None:
     """Count the operations behind these arrays that have not been computed.
 
-    A child does it, as the library's walk over the graph ends with a segmentation fault once in thousands of times (MLX
-    0.32.4, cause unknown; nothing but this test calls it).
+    A child process does it: the library's walk over the graph rarely ends with a segmentation fault (MLX 0.32.4, cause
+    unknown). Only this test calls it.
 
     Returns:
         None if the child did not get to the end.

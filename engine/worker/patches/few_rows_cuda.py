@@ -16,14 +16,18 @@ import mlx.nn as nn
 MAX_ROWS = 32
 """More rows are multiplied by the library."""
 MANY_OUTPUTS = 65536
-"""From this many outputs on the host's time does not matter: up to one tile of rows is the kernel's."""
+"""Weights with at least this many outputs are multiplied by the kernel for at most ROWS rows: reading them takes longer
+than launching cuBLAS."""
 ROWS, OUTPUTS, COLUMNS = 16, 8, 32
-"""Of a tile; columns are the input's. Inputs whose size is no multiple of COLUMNS are the library's."""
+"""A tile's number of rows, of outputs, and of the input's features. The library multiplies inputs whose number of
+features is not a multiple of COLUMNS."""
 WARPS = 8
-"""Of a block; each adds up a share of the columns, and their sums are added in a fixed order."""
+"""Warps per block. Each warp sums over its share of the features; the block then adds the warps' sums in a fixed order,
+so that the result does not depend on timing."""
 SIZES = {"Warps": WARPS, "OutTiles": 4, "Ahead": 2}
-"""Tiles of outputs in a block, and steps whose weights a warp loads ahead. Of ten choices on an H200 the quickest for
-16 and 32 rows, with weights of 2560 x 4096, 2560 x 9216, 9216 x 2560 and 248320 x 2560."""
+"""Template arguments of the kernel: OutTiles is the number of output tiles of a block, Ahead the number of steps whose
+weights a warp loads in advance. The fastest of ten choices on an H200, for 16 and 32 rows and weights of 2560 x 4096,
+2560 x 9216, 9216 x 2560 and 248320 x 2560."""
 
 SOURCE = """
     // Tiles of 16 rows x 8 outputs by mma.m16n8k16. Of 32 columns a lane loads 8 neighbours of a row, which serve two

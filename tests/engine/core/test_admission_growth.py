@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request, RequestState
@@ -25,8 +27,10 @@ def thinkers_and_a_long_prompt(long_at_s: float) -> Simulation:
     return sim
 
 
-def test_a_prompt_is_not_admitted_when_growing_rows_would_soon_preempt_it():
-    sim = thinkers_and_a_long_prompt(long_at_s=288.0)
+@pytest.mark.parametrize("long_at_s", [279.0, 282.0, 285.0, 288.0])
+def test_a_prompt_is_not_admitted_when_growing_rows_would_soon_preempt_it(long_at_s: float):
+    """Otherwise it would be preempted, and expire in the queue."""
+    sim = thinkers_and_a_long_prompt(long_at_s)
     sim.run()
     assert all(ask.is_answered for ask in sim.asks) and sim.core.stats.num_preempted == 0
     assert sum(chunk.num_tokens for chunk in sim.runner.chunks) == 2 * THINKER_TOKENS + OPEN_TOKENS

@@ -27,7 +27,6 @@ pytestmark = pytest.mark.night("test_families.py has fixed schedules of each fam
 
 CHOSEN = os.environ.get("ORCHARD_FAMILIES", "").split(",") if os.environ.get("ORCHARD_FAMILIES") else list(FAMILIES)
 NUM_SCHEDULES = int(os.environ.get("ORCHARD_TRAFFIC", "8"))
-MOST_SCHEDULES = NUM_SCHEDULES + 32
 SHORT, LONG = (1, 2, 3, 5, 7, 8, 9, 13, 16), (17, 31, 40, 64, 77, 100)
 """Tokens of prompts: around the chunks, the windows of 8 tokens and the pools of the tiny models."""
 BOUNDARIES = (4, 5, 8, 16, 30, 45)
@@ -133,13 +132,12 @@ def traffic(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Traffic]
 
 def test_requests_get_the_tokens_that_they_get_alone_under_any_traffic(traffic: Traffic):
     """Schedules go on until one had a burst and one a cached prefix, which short and few prompts need not have."""
-    runner = traffic.runner
-    for seed in range(MOST_SCHEDULES):
-        has_burst = traffic.num_bursts > 0 or runner.no_bursts is not None
-        has_cached = traffic.num_cached > 0 or runner.no_snapshots is not None
-        if seed >= NUM_SCHEDULES and has_burst and has_cached:
-            return
+    runner, seed = traffic.runner, 0
+    while (
+        seed < NUM_SCHEDULES
+        or not (traffic.num_bursts or runner.no_bursts is not None)
+        or not (traffic.num_cached or runner.no_snapshots is not None)
+    ):
+        assert seed < NUM_SCHEDULES + 32, f"{traffic.num_bursts} bursts, {traffic.num_cached} cached prompts"
         traffic.run(seed)
-    raise AssertionError(
-        f"{traffic.num_bursts} bursts and {traffic.num_cached} cached prompts: {MOST_SCHEDULES} schedules"
-    )
+        seed += 1
