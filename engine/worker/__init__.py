@@ -3,7 +3,7 @@ import sys
 
 from engine.worker import blas
 
-if sys.platform == "linux":  # CUDA: with the default of 100 operations per graph a step takes 10 % longer
-    os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", "400")
+if sys.platform == "linux":  # CUDA: a step's graphs end after so many operations, not after some weights
+    os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", "100")
     os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "100000")
 blas.preload()  # before any module of this folder imports MLX

@@ -11,11 +11,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_vlm.models.cache import ArraysCache, KVCache
 from mlx_vlm.models.qwen3_5 import gated_delta, language
+from mlx_vlm.models.qwen3_5.config import TextConfig
 from mlx_vlm.models.rope_utils import MRoPERotaryEmbedding
 
 from engine.worker import loader
 from engine.worker.kv_cache import BatchKVLayer, Cursor
+from engine.worker.patches import few_rows_cuda
+from engine.worker.recurrent_layer import BatchRecurrentLayer
 
 LIMIT = 1e-3
 """Largest error of kernels in float32, relative to the largest value; some devices shorten the inputs of products."""
@@ -30,6 +34,33 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
     "nvfp4": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
 }
+
+
+LAYERS = TextConfig(
+    model_type="qwen3_5_text",
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    full_attention_interval=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=64,
+    linear_value_head_dim=32,
+    linear_conv_kernel_dim=4,
+    vocab_size=128,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=128,
+    rope_parameters={
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [3, 3, 2],
+    },
+)
+"""Two layers in Qwen3.5's form, a recurrent one and one of attention."""
 
 
 @dataclass(frozen=True)
@@ -120,15 +151,75 @@ def _delta_rule(*inputs: mx.array) -> tuple[np.ndarray, list[np.ndarray]]:
 
 
 def few_rows() -> KernelFigure:
-    """Apply layers in bfloat16 to 2 to 33 rows, against float64; on CUDA up to 32 rows have a kernel of Orchard."""
+    """Apply layers in bfloat16 to 1 to 33 rows, against float64; on CUDA up to 32 rows have a kernel of Orchard."""
     errors = []
-    for num_rows, size, num_outputs in product((2, 7, 16, 17, 32, 33), (512, 96), (1024, 100)):
-        layer = nn.Linear(size, num_outputs)
-        layer.set_dtype(mx.bfloat16)
+    for num_rows, size, num_outputs in product((1, 2, 7, 16, 17, 32, 33), (512, 96), (1024, 100)):
+        layers = [nn.Linear(size, num, bias=False) for num in (num_outputs, num_outputs, 36)]
+        biased = nn.Linear(size, num_outputs)
+        for i, layer in enumerate((*layers, biased)):
+            layer.weight = mx.random.normal(layer.weight.shape, key=mx.random.key(i)) / size**0.5
+            layer.set_dtype(mx.bfloat16)
         x = mx.random.normal((num_rows, 1, size), key=mx.random.key(num_rows)).astype(mx.bfloat16)
-        exact = np.array(x.astype(mx.float32), np.float64) @ np.array(layer.weight.astype(mx.float32), np.float64).T
-        errors.append(_error(layer(x), exact + np.array(layer.bias.astype(mx.float32), np.float64)))
-    return KernelFigure(max(errors), BFLOAT16_LIMIT, f"{loader.device_kind()} kernels")
+        to = mx.random.normal((num_rows, 1, num_outputs), key=mx.random.key(0)).astype(mx.bfloat16)
+        first, second, third, other = (_exact(x) @ _exact(layer.weight).T for layer in (*layers, biased))
+        computed = {
+            "alone": (biased(x), other + _exact(biased.bias)),
+            "gated": (few_rows_cuda.gated(layers[0], layers[1], x), first / (1 + np.exp(-first)) * second),
+            "added": (few_rows_cuda.added(to, layers[0], x), _exact(to) + first),
+        }
+        several = zip(few_rows_cuda.products(layers, x), (first, second, third), strict=True)
+        errors += [_error(got, expected) for got, expected in (*computed.values(), *several)]
+    return KernelFigure(max(errors), 2 * BFLOAT16_LIMIT, f"{loader.device_kind()} kernels")  # some round twice
+
+
+def decoder_layers() -> KernelFigure:
+    """Compute five tokens of three rows by layers of Qwen3.5 in float32: at once, one by one, and as a verification.
+
+    On CUDA the steps and the verification have kernels of Orchard.
+    """
+    errors = []
+    for index in range(LAYERS.num_hidden_layers):
+        layer: Any = language.Qwen3_5DecoderLayer(LAYERS, index)
+        x = mx.random.normal((3, 5, 128), key=mx.random.key(2))
+        whole: Any = ArraysCache(2) if layer.is_linear else KVCache()
+        expected = _forward(layer, x, whole, 0, None if layer.is_linear else "causal")
+        rows = _no_tokens(layer)
+        steps = []
+        for t in range(5):
+            steps.append(_forward(layer, x[:, t : t + 1], rows, t))
+            mx.eval(rows.state)
+        verifying = _no_tokens(layer)
+        verifying.recording = True
+        verified = _forward(layer, x, verifying, 0)
+        verifying.commit(mx.array([5, 5, 5], mx.int32))
+        errors += [_error(mx.concatenate(steps, axis=1), expected), _error(verified, expected)]
+        errors += [_error(got, of) for got, of in zip(verifying.state, rows.state, strict=True)]
+    return KernelFigure(max(errors), LIMIT, f"{loader.device_kind()} kernels")
+
+
+def _no_tokens(layer: Any) -> Any:
+    """Return the layer's cache of three rows without tokens."""
+    if not layer.is_linear:
+        slots = mx.zeros((3, 2, 8, 64))
+        return BatchKVLayer(slots, slots, Cursor(mx.zeros(3, mx.int32), 8))
+    delta = layer.linear_attn
+    sizes = (delta.num_v_heads, delta.head_v_dim, delta.head_k_dim)
+    return BatchRecurrentLayer([mx.zeros((3, delta.conv_kernel_size - 1, delta.conv_dim)), mx.zeros((3, *sizes))])
+
+
+def _forward(layer: Any, x: mx.array, layer_cache: Any, start: int, mask: Any = None) -> mx.array:
+    """Return the layer's output for x [3, L, 128] behind `start` tokens."""
+    if layer.is_linear:
+        return layer(x, None, layer_cache)
+    positions = mx.broadcast_to(start + mx.arange(x.shape[1], dtype=mx.int32), (3, 3, x.shape[1]))
+    if isinstance(layer_cache, BatchKVLayer):
+        layer_cache.cursor.start = mx.full(3, start, mx.int32)
+        mask = layer_cache.make_mask(x.shape[1])
+    return layer(x, mask, layer_cache, positions, layer.self_attn.rotary_emb(x, positions))
+
+
+def _exact(x: mx.array) -> np.ndarray:
+    return np.array(x.astype(mx.float32), np.float64)
 
 
 def quantized_head() -> KernelFigure:
@@ -220,6 +311,7 @@ KERNEL_CHECKS: dict[str, Callable[[], KernelFigure | str]] = {
     "gated delta rule": gated_delta_rule,
     "gated delta rule with states": gated_delta_states,
     "products of few rows": few_rows,
+    "decoder layers": decoder_layers,
     "quantized output layer": quantized_head,
     "exact verifier, output layer": exact_verifier_head,
     "cache write (put_along_axis)": cache_write,

@@ -74,11 +74,12 @@ class BatchRecurrentLayer(_Library):
     def load(self, arrays: Iterator[mx.array], recorded: Iterator[mx.array]) -> None:
         self.slots = [next(arrays) for _ in self.slots]
         if self.recording:
-            self._windows = {0: (next(recorded), self.slots[0].shape[1])}
+            windows = next(recorded)
             if self.is_factored:
+                self._windows = {0: (windows, self.slots[0].shape[1])}
                 self._factors = {1: Factors(next(recorded), next(recorded), next(recorded))}
             else:
-                self._states = {1: next(recorded)}
+                self.record(windows, next(recorded))
 
     def update_window(self, index: int, source: mx.array, width: int, *, lengths: None = None) -> None:
         """Store the windows. source [B, width + L, ...]: the window after t tokens is source[:, t : t + width]."""
@@ -101,6 +102,16 @@ class BatchRecurrentLayer(_Library):
         if keep_all:
             self._states[index] = mx.concatenate([before[0], state[:, None]], axis=1)
         return output, state
+
+    def record(self, windows: mx.array, states: mx.array) -> None:
+        """Keep what `commit` chooses from, for slots (convolution window, state).
+
+        Args:
+            windows: [B, width + L, ...]: the window after t tokens is windows[:, t : t + width].
+            states: [B, L, ...] after each token.
+        """
+        self._windows = {0: (windows, self.slots[0].shape[1])}
+        self._states = {1: states}
 
     def record_factors(self, index: int, factors: Factors) -> None:
         self._factors[index] = factors

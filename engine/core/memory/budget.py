@@ -213,9 +213,8 @@ class MemoryBudget:
         self._sampling.pop(row_id, None)
 
     def observe(self, active_bytes: int) -> None:
-        """Update unaccounted_bytes from the device memory in use between two steps."""
-        accounts = self.accounts
-        known = self.needs.limit_bytes - accounts.free_bytes - accounts.unaccounted_bytes - accounts.transient_bytes
+        """Update unaccounted_bytes from the device memory in use between two steps, of which one may be in flight."""
+        known = self.needs.limit_bytes - self.free_bytes - self.unaccounted_bytes
         self.num_underestimates += active_bytes > known + self.unaccounted_bytes
         self.unaccounted_bytes = max(0, active_bytes - known)
 

@@ -20,6 +20,7 @@ from engine.worker.patches import (
     mistral_scale,
     quantized_cuda,
     qwen4_rows,
+    qwen35_layers_cuda,
     row_positions,
     silu_cpu,
 )
@@ -53,3 +54,4 @@ def install(decodes: bool) -> None:
         few_rows_cuda.install()
         gated_delta_cuda.install()
         quantized_cuda.install()
+        qwen35_layers_cuda.install()

@@ -1,17 +1,21 @@
-"""Products of 2 to 32 rows with weights of 16 bits on CUDA, by a kernel that is cheap to launch.
+"""Products of few rows with weights of 16 bits on CUDA, by a kernel that is cheap to launch.
 
 MLX 0.32.4 multiplies one row by a kernel of its own, and more rows by cuBLAS: for each product of each step it asks
 cuBLAS for an algorithm, and captures the launch as a graph within the step's graph. On an H200 that takes the host
 30 us, longer than the device takes to read most weights. This kernel is one node of the step's graph (15 us), and the
-result of a row depends on its own values alone, not on the rows beside it. With 64 rows it takes the device twice as
-long as cuBLAS, and steps were slower. It can be removed when the library keeps cuBLAS's choices, or has such a kernel.
+result of a row depends on its own values alone, not on the rows beside it. It also multiplies the same rows by several
+weights at once, computes the gated half of an MLP, and adds a product to something. With 64 rows it takes the device
+twice as long as cuBLAS, and steps were slower. It can be removed when the library keeps cuBLAS's choices, or has such a
+kernel.
 """
 
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_vlm.models.activations import swiglu
 
 MAX_ROWS = 32
 """More rows are multiplied by the library."""
@@ -32,10 +36,12 @@ weights a warp loads in advance. The fastest of ten choices on an H200, for 16 a
 SOURCE = """
     // Tiles of 16 rows x 8 outputs by mma.m16n8k16. Of 32 columns a lane loads 8 neighbours of a row, which serve two
     // products: which columns a product adds up does not matter as long as both operands agree.
-    const int rows = x_shape[0], columns = x_shape[1], outputs = w_shape[0];
+    const int rows = x_shape[0], columns = x_shape[1];
     const int lane = threadIdx.x, warp = threadIdx.y, group = lane >> 2, part = (lane & 3) * 8;
-    const int chunks = columns / 32, first = blockIdx.x * (8 * OutTiles);
-    const bool aligned = ((reinterpret_cast<size_t>(x) | reinterpret_cast<size_t>(w)) & 15) == 0;
+    // A block's outputs are of one weight, or half of them of the gate and half, the same ones, of what it multiplies.
+    constexpr int Own = Gated ? OutTiles / 2 : OutTiles;
+    const int chunks = columns / 32, first = block * (8 * Own);
+    const bool aligned = (size_t(x) | size_t(w) | size_t(up)) % 16 == 0;
     auto load = [&](const T* from) {
         if (aligned) return __ldcs(reinterpret_cast<const uint4*>(from));
         uint4 loaded;
@@ -58,9 +64,9 @@ SOURCE = """
             const int chunk = start + u * Warps;
             #pragma unroll
             for (int j = 0; j < OutTiles; ++j) {
-                const int output = first + j * 8 + group;
+                const int output = first + j % Own * 8 + group;
                 const bool there = chunk < chunks && output < outputs;
-                b[u][j] = there ? load(w + size_t(output) * columns + chunk * 32 + part) : zeros;
+                b[u][j] = there ? load((j < Own ? w : up) + size_t(output) * columns + chunk * 32 + part) : zeros;
             }
         }
         #pragma unroll
@@ -90,12 +96,20 @@ SOURCE = """
     if (warp < Half)
         for (int s = 0; s < Sums; ++s) shared[warp][s][lane] += sums[s / (4 * OutTiles)][s / 4 % OutTiles][s % 4];
     __syncthreads();
-    for (int s = warp; s < Sums; s += Warps) {
-        const int i = s / (4 * OutTiles), j = s / 4 % OutTiles, r = s % 4;
-        const int row = i * 16 + group + (r >= 2 ? 8 : 0), output = first + j * 8 + (lane & 3) * 2 + (r & 1);
+    auto total = [&](int s) {
         float sum = 0.0f;
         for (int h = 0; h < Half; ++h) sum += shared[h][s][lane];
-        if (row < rows && output < outputs) y[size_t(row) * outputs + output] = static_cast<T>(sum);
+        return sum;
+    };
+    for (int s = warp; s < RowTiles * Own * 4; s += Warps) {
+        const int i = s / (4 * Own), j = s / 4 % Own, r = s % 4, at = (i * OutTiles + j) * 4 + r;
+        const int row = i * 16 + group + (r >= 2 ? 8 : 0), output = first + j * 8 + (lane & 3) * 2 + (r & 1);
+        float sum = total(at);
+        if (Gated) sum = sum / (1.0f + expf(-sum)) * total(at + 4 * Own);
+        if (row >= rows || output >= outputs) continue;
+        const size_t place = size_t(row) * outputs + output;
+        if (Added) sum += static_cast<float>(added[place]);
+        y[place] = static_cast<T>(sum);
     }
 """
 
@@ -121,7 +135,13 @@ _library_as_linear: Any = nn.Embedding.as_linear
 def is_supported(x: mx.array, weight: mx.array) -> bool:
     """Return whether the kernel computes x [..., in] times weight [out, in]."""
     size, most = x.shape[-1], MAX_ROWS if weight.shape[0] < MANY_OUTPUTS else ROWS
-    return x.dtype in _NAMES and weight.dtype == x.dtype and size % COLUMNS == 0 and size < x.size <= most * size
+    return x.dtype in _NAMES and weight.dtype == x.dtype and size % COLUMNS == 0 and x.size <= most * size
+
+
+def _are_supported(x: mx.array, layers: Sequence[Any]) -> bool:
+    """Return whether the kernel is installed and computes x [..., in] times the weights of the layers."""
+    plain = nn.Linear.__call__ is linear and all(type(layer) is nn.Linear and "bias" not in layer for layer in layers)
+    return plain and all(is_supported(x, layer.weight) for layer in layers)
 
 
 def product(x: mx.array, weight: mx.array) -> mx.array:
@@ -129,33 +149,81 @@ def product(x: mx.array, weight: mx.array) -> mx.array:
 
     Sums are float32. `is_supported` says which arrays are allowed.
     """
-    size, outputs = x.shape[-1], weight.shape[0]
-    rows = x.size // size
-    y = _kernel(_NAMES[x.dtype])(
-        inputs=[x.reshape(rows, size), weight],
+    return _multiply(x, [weight])[0]
+
+
+def products(layers: Sequence[Any], x: mx.array) -> list[mx.array]:
+    """Apply up to four layers to x [..., in], by one kernel if all are linear, without a bias, and supported."""
+    if not _are_supported(x, layers):
+        return [layer(x) for layer in layers]
+    return _multiply(x, [layer.weight for layer in layers])
+
+
+def gated(gate: Any, up: Any, x: mx.array) -> mx.array:
+    """Return silu(gate(x)) * up(x), by one kernel if both layers are linear, without a bias, and supported."""
+    if not _are_supported(x, (gate, up)):
+        return swiglu(gate(x), up(x))
+    return _multiply(x, [gate.weight, up.weight], form="gated")[0]
+
+
+def added(to: mx.array, layer: Any, x: mx.array) -> mx.array:
+    """Return to [..., out] + layer(x), by one kernel if the layer is linear, without a bias, and supported."""
+    if to.dtype != x.dtype or not _are_supported(x, (layer,)):
+        return to + layer(x)
+    return _multiply(x, [layer.weight], to, form="added")[0]
+
+
+Form = Literal["plain", "gated", "added"]
+
+
+def _multiply(x: mx.array, weights: Sequence[mx.array], *others: mx.array, form: Form = "plain") -> list[mx.array]:
+    """Return x [..., in] times each of the transposed weights [out, in], as `products`, `gated` or `added` say."""
+    size, per_block = x.shape[-1], OUTPUTS * SIZES["OutTiles"] // (2 if form == "gated" else 1)
+    rows, num_outputs = x.size // size, [weight.shape[0] for weight in weights[: 1 if form == "gated" else None]]
+    results = _kernel(_NAMES[x.dtype], len(weights), form)(
+        inputs=[x.reshape(rows, size), *weights, *others],
         template=[("T", x.dtype), ("RowTiles", -(-rows // ROWS)), *SIZES.items()],
-        grid=(32 * -(-outputs // (OUTPUTS * SIZES["OutTiles"])), WARPS, 1),
+        grid=(32 * sum(-(-num // per_block) for num in num_outputs), WARPS, 1),
         threadgroup=(32, WARPS, 1),
-        output_shapes=[(rows, outputs)],
-        output_dtypes=[x.dtype],
-    )[0]
-    return y.reshape(*x.shape[:-1], outputs)
+        output_shapes=[(*x.shape[:-1], num) for num in num_outputs],
+        output_dtypes=[x.dtype] * len(num_outputs),
+    )
+    return results
 
 
 @cache
-def _kernel(name: str) -> Any:
+def _kernel(dtype: str, num_weights: int, form: Form) -> Any:
+    """Return the kernel; its first lines find the weight that a block multiplies by, `w`, and that of `up`."""
+    num_results = 1 if form == "gated" else num_weights
+    lines = [
+        f"constexpr bool Gated = {str(form == 'gated').lower()}, Added = {str(form == 'added').lower()};",
+        "int block = blockIdx.x, outputs = w0_shape[0];",
+        f"const T *w = w0, *up = {'w1' if form == 'gated' else 'w0'};",
+        f"const T* added = {'other' if form == 'added' else 'nullptr'};",
+        "T* y = y0;",
+    ]
+    for i in range(1, num_results):
+        blocks = f"(w{i - 1}_shape[0] + 8 * OutTiles - 1) / (8 * OutTiles)"
+        lines.append(f"if (y == y{i - 1} && block >= {blocks}) {{")
+        lines.append(f"block -= {blocks}; w = up = w{i}; y = y{i}; outputs = w{i}_shape[0]; }}")
     return mx.fast.cuda_kernel(
-        name=f"few_rows_{name}",
-        input_names=["x", "w"],
-        output_names=["y"],
-        header=_MULTIPLY.replace("TYPE", name),
-        source=SOURCE,
+        name=f"few_rows_{dtype}_{num_weights}_{form}",
+        input_names=["x", *(f"w{i}" for i in range(num_weights)), *(["other"] if form == "added" else [])],
+        output_names=[f"y{i}" for i in range(num_results)],
+        header=_MULTIPLY.replace("TYPE", dtype),
+        source=short("\n".join(lines) + SOURCE),
     )
+
+
+def short(source: str) -> str:
+    """Return a kernel's source without comments and indentation: MLX hashes it at each launch."""
+    lines = (line.partition("//")[0].strip() for line in source.splitlines())
+    return "\n".join(line for line in lines if line)
 
 
 def linear(self: Any, x: mx.array) -> mx.array:
     """Stand for `nn.Linear.__call__`."""
-    if not is_supported(x, self["weight"]):
+    if x.size == x.shape[-1] or not is_supported(x, self["weight"]):
         return _library_call(self, x)
     y = product(x, self["weight"])
     return y + self["bias"] if "bias" in self else y
@@ -163,7 +231,8 @@ def linear(self: Any, x: mx.array) -> mx.array:
 
 def as_linear(self: Any, x: mx.array) -> mx.array:
     """Stand for `nn.Embedding.as_linear`."""
-    return product(x, self.weight) if is_supported(x, self.weight) else _library_as_linear(self, x)
+    by_library = x.size == x.shape[-1] or not is_supported(x, self.weight)
+    return _library_as_linear(self, x) if by_library else product(x, self.weight)
 
 
 def install() -> None:

@@ -152,10 +152,22 @@ def test_buffers_of_a_decode_group_may_exceed_its_arrays_without_being_unaccount
         assert not books.reserve([row])
         books.release_prefill(row)
         arrays = COSTS.base_bytes + COSTS.rows(1, books.grouping.of(row.id).slots[row.id])
-        books.observe(arrays + 300)
+        books.observe(arrays + books.accounts.transient_bytes + 300)
         return books.num_underestimates
 
     assert observed(0) == 1 and observed(300) == 0
+
+
+def test_intermediate_results_of_a_step_in_flight_are_accounted_for():
+    books = budget_of()
+    [row] = rows(request("row", 30, 20))
+    assert books.reserve([row]) == 0
+    arrays, transient = COSTS.base_bytes + books.accounts.row_bytes, books.accounts.transient_bytes
+    assert transient > 0
+    books.observe(arrays + transient)
+    assert books.num_underestimates == 0 and books.unaccounted_bytes == 0
+    books.observe(arrays + transient + 1)
+    assert books.num_underestimates == 1 and books.unaccounted_bytes == 1
 
 
 def chunk(books: MemoryBudget, start: int) -> int:

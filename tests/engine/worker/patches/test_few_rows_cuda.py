@@ -12,7 +12,7 @@ from engine.worker.patches import few_rows_cuda
 @pytest.mark.parametrize(
     ("shape", "num_outputs", "taken"),
     [
-        ((1, 1, 64), 48, False),  # the library has a kernel for one row
+        ((1, 1, 64), 48, True),
         ((2, 1, 64), 48, True),
         ((1, 2, 64), 48, True),
         ((8, 4, 64), 48, True),
@@ -25,7 +25,7 @@ from engine.worker.patches import few_rows_cuda
     ],
 )
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_two_to_32_rows_are_taken(shape, num_outputs, taken, dtype):
+def test_up_to_32_rows_are_taken(shape, num_outputs, taken, dtype):
     assert few_rows_cuda.is_supported(mx.zeros(shape, dtype), mx.zeros((num_outputs, shape[-1]), dtype)) is taken
 
 
@@ -42,3 +42,15 @@ def test_what_the_kernel_does_not_take_is_computed_by_the_library(bias):
     layer, embedding, x = nn.Linear(64, 48, bias=bias), nn.Embedding(48, 64), mx.random.normal((2, 1, 64))
     assert mx.array_equal(few_rows_cuda.linear(layer, x), layer(x))
     assert mx.array_equal(few_rows_cuda.as_linear(embedding, x), embedding.as_linear(x))
+
+
+def test_what_several_layers_compute_without_the_kernel_is_what_they_compute_alone():
+    gate, up, x, to = nn.Linear(64, 48, bias=False), nn.Linear(64, 48, bias=False), mx.ones((2, 1, 64)), mx.ones(48)
+    first, second = few_rows_cuda.products((gate, up), x)
+    assert mx.array_equal(first, gate(x)) and mx.array_equal(second, up(x))
+    assert mx.allclose(few_rows_cuda.gated(gate, up, x), nn.silu(gate(x)) * up(x))
+    assert mx.array_equal(few_rows_cuda.added(to, gate, x), to + gate(x))
+
+
+def test_a_kernel_s_source_is_given_without_comments_and_indentation():
+    assert few_rows_cuda.short("\n  // why\n    a = b;  // and how\n\n    c();\n") == "a = b;\nc();"

@@ -1,0 +1,102 @@
+"""Qwen3.5's layers as CUDA computes them, here without the kernels; these are checked on a GPU, by the self-test."""
+
+import engine.worker  # noqa: F401  # before MLX
+
+import gc  # isort: skip
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_vlm.models.cache import ArraysCache, KVCache
+from mlx_vlm.models.qwen3_5 import language
+
+from engine.worker import kernel_checks
+from engine.worker.patches import delta_layer_cuda, qwen35_layers_cuda, rotated_heads_cuda
+from engine.worker.recurrent_layer import BatchRecurrentLayer
+
+POSITIONS = mx.broadcast_to(mx.arange(5, dtype=mx.int32), (3, 2, 5))
+
+
+@pytest.fixture
+def x() -> mx.array:
+    return mx.random.normal((2, 5, 128), key=mx.random.key(0))
+
+
+def layer_of(index: int) -> Any:
+    layer = language.Qwen3_5DecoderLayer(kernel_checks.LAYERS, index)
+    mx.eval(layer.parameters())
+    return layer
+
+
+def rows_of(delta: Any, dtype: mx.Dtype = mx.float32) -> BatchRecurrentLayer:
+    state = mx.zeros((2, delta.num_v_heads, delta.head_v_dim, delta.head_k_dim))
+    return BatchRecurrentLayer([mx.zeros((2, 3, delta.conv_dim), dtype), state])
+
+
+def test_a_recurrent_layer_without_the_kernels_is_the_library_s(x):
+    layer = layer_of(0)
+    expected = layer(x, None, ArraysCache(2))
+    got = qwen35_layers_cuda.decoder_layer(layer, x, None, ArraysCache(2))
+    assert mx.allclose(got, expected, rtol=1e-5, atol=1e-5)
+    alone = qwen35_layers_cuda.recurrent(layer.linear_attn, x, None, ArraysCache(2))
+    assert mx.array_equal(alone, layer.linear_attn(x, None, ArraysCache(2)))
+
+
+def plain_heads(layer, queries, keys, cosines, sines):
+    """What the kernel computes, by the library's operations."""
+    batch, length, _ = queries.shape
+    q = mx.split(queries.reshape(batch, length, layer.num_attention_heads, -1), 2, axis=-1)[0]
+    k = keys.reshape(batch, length, layer.num_key_value_heads, -1)
+    q, k = (norm(heads).transpose(0, 2, 1, 3) for norm, heads in ((layer.q_norm, q), (layer.k_norm, k)))
+    rotated = language.apply_multimodal_rotary_pos_emb(q, k, cosines, sines)
+    return tuple(heads.transpose(0, 2, 1, 3) for heads in rotated)
+
+
+@pytest.mark.parametrize("gives_rotary", [True, False])
+def test_an_attention_layer_with_plain_heads_is_the_library_s(x, gives_rotary, monkeypatch):
+    monkeypatch.setattr(rotated_heads_cuda, "rotated_heads", plain_heads)
+    layer = layer_of(1)
+    rotary = layer.self_attn.rotary_emb(x, POSITIONS) if gives_rotary else None
+    expected = layer(x, "causal", KVCache(), POSITIONS, rotary)
+    got = qwen35_layers_cuda.decoder_layer(layer, x, "causal", KVCache(), POSITIONS, rotary)
+    assert mx.allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_projections_of_a_forward_are_freed_without_collecting_garbage(x, monkeypatch):
+    monkeypatch.setattr(rotated_heads_cuda, "rotated_heads", plain_heads)
+    layer = layer_of(1).self_attn
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(one, qwen35_layers_cuda._Projected) for one in gc.get_objects())
+        mx.eval(qwen35_layers_cuda.attention(layer, x, "causal", KVCache(), POSITIONS, layer.rotary_emb(x, POSITIONS)))
+        after = sum(isinstance(one, qwen35_layers_cuda._Projected) for one in gc.get_objects())
+    finally:
+        gc.enable()
+    assert before == after == 0
+
+
+def test_the_kernel_takes_steps_of_a_decode_group_alone(x):
+    delta = layer_of(0).linear_attn
+    rows, step = rows_of(delta), x[:, :1]
+    assert delta_layer_cuda.is_supported(delta, step, None, rows)
+    assert delta_layer_cuda.is_supported(delta, mx.zeros((2, 16, 128)), None, rows)
+    assert not delta_layer_cuda.is_supported(delta, mx.zeros((2, 17, 128)), None, rows)
+    assert not delta_layer_cuda.is_supported(delta, step, mx.ones((2, 1), mx.bool_), rows)
+    assert not delta_layer_cuda.is_supported(delta, step, None, ArraysCache(2))
+    assert not delta_layer_cuda.is_supported(delta, step, None, rows_of(delta, mx.bfloat16))
+    assert not delta_layer_cuda.is_supported(nn.Linear(2, 2), step, None, rows)
+
+
+def test_a_layer_that_recorded_all_states_returns_to_that_of_each_row():
+    delta = layer_of(0).linear_attn
+    rows = rows_of(delta)
+    windows = mx.random.normal((2, 3 + 4, delta.conv_dim), key=mx.random.key(1))
+    states = mx.random.normal((2, 4, *rows[1].shape[1:]), key=mx.random.key(2))
+    rows.recording = True
+    rows.record(windows, states)
+    assert all(mx.array_equal(a, b) for a, b in zip(rows.recorded, (windows, states), strict=True))
+    rows.commit(mx.array([1, 4], mx.int32))
+    assert mx.array_equal(rows[0], mx.stack([windows[0, 1:4], windows[1, 4:7]]))
+    assert mx.array_equal(rows[1], mx.stack([states[0, 0], states[1, 3]]))
