@@ -49,7 +49,7 @@ def plain_heads(layer, queries, keys, cosines, sines):
     q = mx.split(queries.reshape(batch, length, layer.num_attention_heads, -1), 2, axis=-1)[0]
     k = keys.reshape(batch, length, layer.num_key_value_heads, -1)
     q, k = (norm(heads).transpose(0, 2, 1, 3) for norm, heads in ((layer.q_norm, q), (layer.k_norm, k)))
-    rotated = language.apply_multimodal_rotary_pos_emb(q, k, cosines, sines)
+    rotated: Any = language.apply_multimodal_rotary_pos_emb(q, k, cosines, sines)
     return tuple(heads.transpose(0, 2, 1, 3) for heads in rotated)
 
 
