@@ -85,10 +85,11 @@ class ImageLeft:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptChunk:
-    """The next tokens of a prompt, for a forward that is shared with other prompts."""
+    """The next tokens of a prompt, for a forward of its own or one that is shared with other prompts."""
 
     row: Request
-    """The only row of the prompt, without images, sparse plan, pooling, logprobs of the prompt or grammar."""
+    """The first row of the prompt. In a shared forward it is the only one, and the request has no images, sparse plan,
+    pooling or logprobs of the prompt (`core.burst.may_burst`)."""
     num_tokens: int
     """At least 1, and at most the remaining tokens of the prompt."""
 

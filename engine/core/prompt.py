@@ -39,7 +39,7 @@ class Prompt:
     """Waiting time in seconds after which evicting snapshots for it is considered again."""
 
     num_expected: int = 0
-    """Tokens that the prefix cache would have served when the prompt was admitted."""
+    """Tokens that the prefix cache would have served at the last lookup before the prompt has begun."""
     session: PrefixCacheSession | None = None
     """Its use of the prefix cache; None before it begins, and without any."""
     is_waiting: bool = False

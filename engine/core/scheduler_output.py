@@ -13,7 +13,10 @@ Chunks = dict[str, TokenChunk]
 
 @dataclass(frozen=True, slots=True)
 class PreemptedRows:
-    """A preempted decoding row, or all rows of a preempted prompt in progress; they are queued again, as a new one."""
+    """A decoding row, or all rows of a prompt in progress, that have returned to the queue as a new prompt.
+
+    They were preempted for others, suspended to be moved to another engine, or must be admitted again.
+    """
 
     rows: Sequence[Request]
     prompt: Prompt
@@ -40,7 +43,7 @@ class ReleasedRows:
     aborted: Chunks = field(default_factory=dict)
     """Final chunks of aborted rows."""
     finished: list[Request] = field(default_factory=list)
-    """Rows that the runner has and that will get no more tokens; their memory is reserved until they are dropped."""
+    """Rows that the runner has and that will get no more tokens; their memory is reserved until they are released."""
 
     @property
     def rows(self) -> list[Request]:

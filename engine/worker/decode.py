@@ -126,7 +126,7 @@ class DecodeGroup:
         """Copy KV segments lent to the row at `index` back; the row stays."""
         layers = [*self._cache.layers, *([] if self._drafter is None else self._drafter.layers)]
         num_layers = sum(map(appends, layers))
-        if num_layers == len(segments[0].ends):  # the MTP head's layers may have been dropped
+        if num_layers == len(segments[0].ends):  # the drafter's layers may have been dropped
             fill(segments, layers, index)
 
     def remove(self, stay: list[int], lent: Mapping[int, Sequence[KVSegment]]) -> None:
@@ -317,7 +317,7 @@ class DecodeGroup:
             hidden: [B, k + 1, hidden]; None if the model returns none.
             num_kept: int32 [B], how many of the samples each row keeps; None for the only one.
             longest: At least the rows' most cached tokens before the step.
-            head_is_current: Whether the MTP head has read all pairs before this step, because it drafted.
+            head_is_current: Whether the drafter has read all pairs before this step, because it drafted.
         """
         kept = mx.ones_like(self._lengths) if num_kept is None else num_kept
         before, self._lengths = self._lengths, self._lengths + kept
