@@ -164,11 +164,10 @@ class EngineCore:
         num_before = self.stats.num_prompt_tokens + self.stats.num_output_tokens
         self._release(self.scheduler.take_released())  # before their memory is reserved for others
         drafts = self._speculation.choose(self.scheduler.num_decoding)
-        work = self.scheduler.schedule(drafts)
-        self._release(work.released)
+        self._release(self.scheduler.schedule(drafts))
         self.budget.observe(self.runner.active_bytes)
         in_flight_s = 0.0
-        if work.decode and self.scheduler.num_decoding:  # a failed drop ends all rows
+        if self.scheduler.num_decoding:
             self._decode(drafts)
             in_flight_s = self.costs.step_s(self.scheduler.num_decoding, drafts) or 0.0
         while (prompt := self._next_prompt()) is not None:

@@ -13,7 +13,7 @@ from engine.core.request import Request, RequestState, by_prompt
 from engine.core.request_figures import RequestFigures
 from engine.core.request_queue import RequestQueue
 from engine.core.scheduler_context import SchedulerContext
-from engine.core.scheduler_output import Chunks, PreemptedRows, ReleasedRows, SchedulerOutput
+from engine.core.scheduler_output import Chunks, PreemptedRows, ReleasedRows
 from engine.core.stats import Stats
 from engine.core.timeline_recorder import Load, TimelineRecorder
 from engine.core.virtual_token_counter import VirtualTokenCounter
@@ -207,17 +207,22 @@ class Scheduler:
         released, self._released = self._released, ReleasedRows()
         return released
 
-    def schedule(self, drafts: Drafts = PLAIN) -> SchedulerOutput:
-        """Decide the first half of a step: expiry, reservations and admission.
+    def schedule(self, drafts: Drafts = PLAIN) -> ReleasedRows:
+        """Decide the first half of a step: expiry, reservations and admission. All running rows decode then.
+
+        Chunks of prompts follow one by one, see `next_prompt`.
 
         Args:
             drafts: The drafts that each decoding row verifies in this step.
+
+        Returns:
+            Rows that must be dropped before the decode step.
         """
         self._expire()
         self.prefills.begin_step(drafts)
         if self._extend_rows():
             self._admit(may_preempt=True)
-        return SchedulerOutput(self.take_released(), bool(self._running))
+        return self.take_released()
 
     def next_prompt(self) -> Prompt | None:
         """Return the next prompt to advance in this step; None if the step has no time or prompt left."""

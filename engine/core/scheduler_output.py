@@ -1,4 +1,4 @@
-"""The scheduler's decisions: what a step decodes, and which rows it releases."""
+"""What the scheduler returns: tokens to publish, and the rows that it releases."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -59,14 +59,3 @@ class ReleasedRows:
     def prompts(self) -> list[Prompt]:
         """The prompts of the rows to drop, those included that are computed already."""
         return [*(row.prompt for row in self.finished), *(one.prompt for one in self.preempted)]
-
-
-@dataclass(slots=True)
-class SchedulerOutput:
-    """The first half of a step: rows to release, then a decode step of all running rows.
-
-    Chunks of prompts follow one by one, see Scheduler.next_prompt.
-    """
-
-    released: ReleasedRows
-    decode: bool

@@ -107,14 +107,14 @@ def step_of(scheduler: Scheduler, num_draft_tokens: int = 0) -> Step:
     before = scheduler.take_released()
     for row in before.finished:
         scheduler.budget.release(row.id)
-    work = scheduler.schedule(Drafts(num_draft_tokens))
-    for row in work.released.finished:
+    released = scheduler.schedule(Drafts(num_draft_tokens))
+    for row in released.finished:
         scheduler.budget.release(row.id)
     prompt = scheduler.next_prompt()
     rows = [] if prompt is None else list(prompt.rows)
-    drop = [*before.row_ids, *work.released.row_ids]
+    drop = [*before.row_ids, *released.row_ids]
     max_tokens = 0 if prompt is None else scheduler.prefills.chunk_tokens(prompt)
-    return Step(drop, work.released.failed, work.decode, rows, max_tokens)
+    return Step(drop, released.failed, scheduler.num_decoding > 0, rows, max_tokens)
 
 
 def out(*token_ids: int, **more: Any) -> RowOutput:
