@@ -1,7 +1,6 @@
 """The life cycle of rows: queued, admitted, prefilling, decoding, preempted, finished. Pure; touches no array."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from engine import retry_after
 from engine.core.admission import Admission
@@ -137,7 +136,7 @@ class Scheduler:
         for row in list(self._rows.get(request_id, ())):
             self._stats.num_aborted += 1
             self._remove(row, FinishReason.ABORT)
-            self._released.aborted[row.id] = TokenChunk((), FinishReason.ABORT, index=row.index, timeline=row.timeline)
+            self._released.aborted[row.id] = _last_chunk(row, FinishReason.ABORT)
 
     def suspend_all(self) -> None:
         """Return all decoding rows and prompts in progress to the queue, with their snapshots kept as by `preempt`."""
@@ -150,17 +149,7 @@ class Scheduler:
         self._stats.num_moved += len(rows)
         for row in rows:
             self._remove(row, FinishReason.MOVED)
-        return {
-            row.id: TokenChunk(
-                (),
-                FinishReason.MOVED,
-                index=row.index,
-                num_cached=row.num_cached,
-                num_skipped=row.num_skipped,
-                timeline=row.timeline,
-            )
-            for row in rows
-        }
+        return {row.id: _last_chunk(row, FinishReason.MOVED) for row in rows}
 
     def preempt(self, victim: Victim, reason: PreemptionReason) -> None:
         """Preempt a decoding row or a prompt in progress: requeue its rows at the head of their priority class.
@@ -297,9 +286,8 @@ class Scheduler:
             for row in list(prompt.rows):
                 self._stats.num_expired += 1
                 self._remove(row, FinishReason.EXPIRED)
-                chunk = TokenChunk((), FinishReason.EXPIRED, error, row.index, timeline=row.timeline)
                 retry_after_s = self.expected_wait_s() or retry_after.STEP_FAILED_S
-                self._released.failed[row.id] = replace(chunk, retry_after_s=retry_after_s)
+                self._released.failed[row.id] = _last_chunk(row, FinishReason.EXPIRED, error, retry_after_s)
 
     def _extend_rows(self) -> bool:
         """Extend the reservations of rows that have used theirs up, the oldest row first, preempting others if needed.
@@ -310,7 +298,10 @@ class Scheduler:
         """
         keeps = True
         for row in list(self._running.values()):
-            while row.id in self._running and self.budget.needs_more_slots(row) and not self._extend_row(row):
+            while row.id in self._running and self.budget.needs_more_slots(row):
+                missing = self.budget.extend(row)
+                if not missing or (self._evictable.evict(missing) and not self.budget.extend(row)):
+                    break
                 if len(self._running) == 1 and not self.prefills.in_progress:
                     self._released.failed |= self._fail_out_of_memory([row], self.budget.extend(row))
                     keeps = False
@@ -321,10 +312,6 @@ class Scheduler:
                         victim.num_growth_preemptions += 1
                     self.preempt(victim, "growth")
         return keeps
-
-    def _extend_row(self, row: Request) -> bool:
-        missing = self.budget.extend(row)
-        return not missing or (self._evictable.evict(missing) and not self.budget.extend(row))
 
     def _fail_out_of_memory(self, rows: list[Request], missing: int) -> Chunks:
         """Fail the only request in the engine: its memory was checked on arrival and should have sufficed."""
@@ -375,8 +362,12 @@ class Scheduler:
         """Apply the output of a decode step, or of a prefill, to its row; return the chunk to publish at `now`."""
         if output.error is not None:
             return self._fail([row], output.error)[row.id]
-        if row.spec.pooling is not None:
-            return self._finish_embedding(row, output)
+        if row.spec.pooling is not None and output.embedding is None:
+            return self._fail([row], "the hidden states contain NaN or inf")[row.id]
+        if output.embedding is not None:
+            self._stats.num_finished += 1
+            self._remove(row, FinishReason.STOP)
+            return _last_chunk(row, FinishReason.STOP, embedding=output.embedding)
         new, reason = _appended(row, output.token_ids)
         num_accepted = min(output.num_accepted, len(new))
         if is_step:
@@ -408,30 +399,11 @@ class Scheduler:
             timeline=row.timeline,
         )
 
-    def _finish_embedding(self, row: Request, output: RowOutput) -> TokenChunk:
-        if output.embedding is None:
-            return self._fail([row], "the hidden states contain NaN or inf")[row.id]
-        self._stats.num_finished += 1
-        self._remove(row, FinishReason.STOP)
-        return TokenChunk((), FinishReason.STOP, index=row.index, embedding=output.embedding, timeline=row.timeline)
-
     def _fail(self, rows: list[Request], error: str, retry_after_s: float | None = None) -> Chunks:
         self._stats.num_failed += len(rows)
         for row in rows:
             self._remove(row, FinishReason.ERROR)
-        return {
-            row.id: TokenChunk(
-                (),
-                FinishReason.ERROR,
-                error,
-                row.index,
-                num_cached=row.num_cached,
-                num_skipped=row.num_skipped,
-                retry_after_s=retry_after_s,
-                timeline=row.timeline,
-            )
-            for row in rows
-        }
+        return {row.id: _last_chunk(row, FinishReason.ERROR, error, retry_after_s) for row in rows}
 
     def _load(self) -> Load:
         num_tokens = sum(prompt.end - prompt.start for prompt in self.prefills.in_progress)
@@ -453,6 +425,27 @@ class Scheduler:
         rows.remove(row)
         if not rows:
             del self._rows[row.spec.request_id]
+
+
+def _last_chunk(
+    row: Request,
+    reason: FinishReason,
+    error: str | None = None,
+    retry_after_s: float | None = None,
+    embedding: bytes | None = None,
+) -> TokenChunk:
+    """Return the last chunk of a row that has ended without further tokens; see TokenChunk."""
+    return TokenChunk(
+        token_ids=(),
+        finish_reason=reason,
+        error=error,
+        index=row.index,
+        num_cached=row.num_cached,
+        num_skipped=row.num_skipped,
+        retry_after_s=retry_after_s,
+        embedding=embedding,
+        timeline=row.timeline,
+    )
 
 
 def _appended(row: Request, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
