@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request, RequestState
+from engine.core.request import Request, RequestState, by_prompt
+from engine.protocol import EngineRequest, MemoryExceeded
 
 MAX_STEP_SHARE = 0.25
 """Largest share of `request_bytes` for the intermediate results of one chunk: late in long prompts chunks become
@@ -107,6 +108,33 @@ class MemoryNeeds:
             num_tokens,
             lambda n: self.min_bytes(replace(need, num_tokens=need.num_prompt + n + overshoot)) <= limit,
         )
+
+    def clamp_max_tokens(self, request: EngineRequest, pinned_bytes: int) -> EngineRequest:
+        """Lower max_tokens, which is a ceiling, to what the memory holds.
+
+        Args:
+            request: The request, before it is queued.
+            pinned_bytes: Bytes that are never evicted.
+
+        Raises:
+            MemoryExceeded: The request would not fit even with no other request in the engine.
+        """
+        limit, max_tokens = self.request_bytes - pinned_bytes, request.sampling.max_tokens
+        rows = [Request(request, index) for index in request.open_choices]
+        longest = max(len(row.output_token_ids) for row in rows)
+        for sharing in by_prompt(rows):  # each is prefilled, and may run, without the others
+            whole, num_before = self.need(sharing, whole=True), len(sharing[0].output_token_ids)
+            if self.min_bytes(whole) <= limit:
+                continue
+            num_left = request.sampling.max_tokens - num_before
+            num_fitting = 0 if request.pooling else self.max_answer_tokens(whole, num_left, limit)
+            max_tokens = min(max_tokens, num_before + num_fitting)
+            if max_tokens <= longest:
+                num_tokens, num_bytes = self.max_row_tokens(pinned_bytes), self.min_bytes(whole)
+                raise MemoryExceeded(whole.num_prompt, num_left, num_tokens, num_bytes, limit)
+        if max_tokens == request.sampling.max_tokens:
+            return request
+        return replace(request, sampling=replace(request.sampling, max_tokens=max_tokens))
 
     def grown_slots(self, row: Request, slots: int, num_tokens: int) -> int:
         """Return a row's reserved slots after it has generated `num_tokens` more tokens, see MemoryBudget.extend."""
