@@ -22,6 +22,9 @@ Proposer = Literal["mtp", "draft_model", "prompt_lookup"]
 """Where draft tokens come from: the MTP head, a separate small model, or an earlier occurrence of a row's newest tokens
 among its tokens."""
 
+SELECTIVE: frozenset[Proposer] = frozenset({"prompt_lookup"})
+"""Proposers that draft for some rows only, and look at the tokens of the step before to know for which."""
+
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
@@ -33,6 +36,11 @@ class Drafts:
     """Where they come from; without meaning if there are none."""
     is_forced: bool = False
     """Whether prompt lookup drafts arbitrary tokens where nothing matches, so that the step can be measured."""
+
+    @property
+    def is_selective(self) -> bool:
+        """Whether the proposer drafts for some rows only, see SELECTIVE."""
+        return self.proposer in SELECTIVE
 
 
 PLAIN = Drafts()

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine import retry_after
 from engine.config import EngineConfig
-from engine.core.batch import Drafts, ImageLeft, ModelRunner, PrefillOutput, PromptChunk, Proposer
+from engine.core.batch import Drafts, ImageLeft, ModelRunner, PrefillOutput, PromptChunk
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import make_memory_budget
 from engine.core.memory.evictable import EvictableMemory
@@ -17,7 +17,7 @@ from engine.core.prefix_cache.cache import PrefixCache
 from engine.core.prefix_cache.loans import MemoryTaken
 from engine.core.progress import Progress
 from engine.core.prompt import Prompt
-from engine.core.proposer_record import Mode
+from engine.core.proposer_record import modes_of
 from engine.core.quoting.load import LoadRecorder
 from engine.core.quoting.quoter import Quoter
 from engine.core.request import Matcher, Request, RequestState, named
@@ -76,12 +76,7 @@ class EngineCore:
         self.progress = Progress(("decode", time.num_rows, time.drafts) for time in runner.step_times)
         self.runner = runner
         self.costs = CostModel(runner.drafts, runner.step_times, runner.chunk_times)
-        modes: dict[Proposer, Mode] = {
-            "mtp": config.mtp,
-            "draft_model": "off" if config.draft_model is None else config.draft_model.limits,
-            "prompt_lookup": config.prompt_lookup,
-        }
-        self._speculation = SpeculationController(modes, self.costs, runner.no_drafts)
+        self._speculation = SpeculationController(modes_of(config), self.costs, runner.no_drafts)
         self.prefix = PrefixCache(
             config.prefix_cache,
             runner,

@@ -235,7 +235,7 @@ class DecodeGroup:
         positions = first_position[:, None] + mx.arange(num_drafts + 1)
         noise = self._sampling.noise(positions)
         tokens = self._newest[:, None]
-        if num_drafts and drafts.proposer == "prompt_lookup":
+        if num_drafts and drafts.is_selective:
             tokens = mx.concatenate([tokens, self._look_up(num_drafts)], axis=1)
         elif num_drafts:
             tokens = mx.concatenate([tokens, self._draft(num_drafts, positions, noise, longest)], axis=1)
@@ -248,7 +248,7 @@ class DecodeGroup:
             num_accepted, num_kept = self._acceptance.count(tokens, sampled.tokens, positions)
             if not all(has_drafts):
                 num_kept = mx.where(mx.array(has_drafts), num_kept, 1)
-        self._commit(sampled.tokens, hidden, num_kept, longest, num_drafts > 0 and drafts.proposer != "prompt_lookup")
+        self._commit(sampled.tokens, hidden, num_kept, longest, num_drafts > 0 and not drafts.is_selective)
         rows = list(self.rows)
         results = sampled.tokens, num_kept, num_accepted, sampled.logprobs
         return self._start(PendingStep(rows, drafts, has_drafts, *results))
@@ -257,7 +257,7 @@ class DecodeGroup:
         """Return which rows can be given these drafts. With prompt lookup it reads the step before."""
         if not drafts.num_tokens:
             return [False] * len(self.rows)
-        if drafts.proposer != "prompt_lookup":
+        if not drafts.is_selective:
             return [self._drafter is not None] * len(self.rows)
         if self._launched is not None:
             self._launched.read()
