@@ -6,8 +6,8 @@ from math import ceil
 from engine.core.memory.victims import Preemption, Victim
 from engine.core.prefill_scheduler import PrefillScheduler
 from engine.core.prompt import USUAL_ANSWER, Prompt
+from engine.core.prompt_queue import PromptQueue
 from engine.core.request import Request
-from engine.core.request_queue import RequestQueue
 from engine.core.scheduler_context import SchedulerContext
 from engine.timeline import Obstacle
 
@@ -44,7 +44,7 @@ class Admission:
         self,
         context: SchedulerContext,
         *,
-        queue: RequestQueue,
+        queue: PromptQueue,
         running: Mapping[str, Request],
         prefills: PrefillScheduler,
         preemption: Preemption,

@@ -203,7 +203,7 @@ class EngineCore:
         self._figures_read_s = now
         self.prefix.write_behind()
         self.speculation_status = self._speculation.status()
-        self.queue, self.admission = self.scheduler.queue(), self.budget.status()
+        self.queue, self.admission = self.scheduler.queue.status(self.budget.needs), self.budget.status()
         self.pinned_bytes = self._evictable.pinned_bytes
         try:
             self.memory = self._memory()

@@ -26,7 +26,7 @@ class Prompt:
     rate, so that ranks need not change while they wait."""
     is_protected: bool = False
     """Whether it is protected from preemption for other requests, while it is computed and for ageing_s of decoding;
-    else two requests could preempt one another for ever. Set when its rows were preempted (`RequestQueue.requeue`), and
+    else two requests could preempt one another for ever. Set when its rows were preempted (`PromptQueue.requeue`), and
     by the scheduler when it is admitted after waiting for ageing_s."""
     has_output: bool = False
     """Whether its answer has begun: it has tokens, or another engine began it or another choice of its request."""

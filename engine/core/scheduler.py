@@ -8,19 +8,16 @@ from engine.core.batch import NO_TOKEN, PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.core.memory.victims import Preemption, Victim
 from engine.core.prefill_scheduler import PrefillScheduler
 from engine.core.prompt import Prompt
+from engine.core.prompt_queue import PromptQueue
 from engine.core.request import Request, RequestState, by_prompt
 from engine.core.request_figures import RequestFigures
-from engine.core.request_queue import RequestQueue
 from engine.core.scheduler_context import SchedulerContext
 from engine.core.scheduler_output import Chunks, PreemptedRows, ReleasedRows
 from engine.core.stats import Stats
 from engine.core.timeline_recorder import Load, TimelineRecorder
 from engine.core.virtual_token_counter import VirtualTokenCounter
-from engine.protocol import FinishReason, QueuedRequest, TokenChunk
+from engine.protocol import FinishReason, TokenChunk
 from engine.timeline import PreemptionReason
-
-MAX_SHOWN = 32
-"""How many queued requests the status page lists."""
 
 
 class Scheduler:
@@ -34,6 +31,7 @@ class Scheduler:
 
     Attributes:
         budget: The memory budget.
+        queue: The queued prompts.
         prefills: The prompts in progress; chooses which of them advance in a step.
         figures: Histograms and counters over the rows that have ended.
     """
@@ -46,25 +44,20 @@ class Scheduler:
         self._stats = stats
         self.figures = RequestFigures()
         self._shares = VirtualTokenCounter()
-        self._queue = RequestQueue(context.config.scheduler, self._shares, context.clock)
+        self.queue = PromptQueue(context.config.scheduler, self._shares, context.clock)
         self._rows: dict[str, list[Request]] = {}  # request id -> its unfinished rows
         self._running: dict[str, Request] = {}  # row id -> decoding row, in the order of joining
         self.prefills = PrefillScheduler(context, self._running)
         self._preemption = Preemption(context, self._shares, self._running)
         self._admission = Admission(
-            context, queue=self._queue, running=self._running, prefills=self.prefills, preemption=self._preemption
+            context, queue=self.queue, running=self._running, prefills=self.prefills, preemption=self._preemption
         )
         self._released = ReleasedRows()
 
     @property
     def num_waiting(self) -> int:
         """Queued requests, preempted rows included."""
-        return len(self._queue)
-
-    @property
-    def queued(self) -> list[Prompt]:
-        """The queued prompts by rank. Not a copy: the caller must not change it."""
-        return self._queue.prompts
+        return len(self.queue)
 
     @property
     def decoding(self) -> list[Request]:
@@ -82,27 +75,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queue or self._running or self._released.row_ids or self.prefills.in_progress)
-
-    def queue(self) -> tuple[QueuedRequest, ...]:
-        """Return the first MAX_SHOWN queued requests in the order in which they would be admitted now."""
-        needs = self.budget.needs
-        return tuple(
-            QueuedRequest(
-                prompt.row.spec.request_id,
-                position,
-                len(prompt.rows),
-                needs.min_bytes(needs.need(prompt.rows)),
-                self._queue.waited_s(prompt),
-                self._queue.expected_wait_s(position),
-                prompt.has_output,
-            )
-            for position, prompt in enumerate(self._queue.order()[:MAX_SHOWN], 1)
-        )
+        return bool(self.queue or self._running or self._released.row_ids or self.prefills.in_progress)
 
     def expected_wait_s(self) -> float | None:
         """Predict the queueing time of a request that arrives now; None if unknown."""
-        return self._queue.expected_wait_s(len(self._queue) + 1) if self._queue else 0.0
+        return self.queue.expected_wait_s(len(self.queue) + 1) if self.queue else 0.0
 
     def add(self, rows: Sequence[Request], arrived_s: float | None = None) -> None:
         """Queue a request; answers that another engine began come before all requests of the same priority.
@@ -122,14 +99,14 @@ class Scheduler:
         self._rows[spec.request_id] = list(rows)
         self._shares.opened(spec.client, len(rows))
         if not spec.progress:
-            self._queue.push(rows)
+            self.queue.push(rows)
             return
         first, *others = by_prompt(rows)
         for sharing in others:
             for row in sharing:
                 row.num_charged = row.num_input_tokens
         for sharing in reversed([first, *others]):  # each is queued before the ones after it
-            self._queue.requeue(sharing)
+            self.queue.requeue(sharing)
 
     def abort(self, request_id: str) -> None:
         """Remove all rows of a request, in whatever state they are. Unknown ids are ignored."""
@@ -145,7 +122,7 @@ class Scheduler:
 
     def move_queued(self) -> Chunks:
         """End all queued rows, so that another engine continues them; return their last chunks."""
-        rows = [row for prompt in self._queue.order() for row in prompt.rows]
+        rows = [row for prompt in self.queue.order() for row in prompt.rows]
         self._stats.num_moved += len(rows)
         for row in rows:
             self._remove(row, FinishReason.MOVED)
@@ -188,7 +165,7 @@ class Scheduler:
             row.num_charged = max(row.num_charged, num_computed)
             row.state, row.num_prefilled = RequestState.WAITING, 0
             self.budget.release(row.id)
-        self._queue.requeue(rows, None if rows[0].output_token_ids else arrived_s)
+        self.queue.requeue(rows, None if rows[0].output_token_ids else arrived_s)
         return rows
 
     def take_released(self) -> ReleasedRows:
@@ -279,9 +256,9 @@ class Scheduler:
         return self._fail(list(prompt.rows), error, retry_after_s)
 
     def _expire(self) -> None:
-        for prompt in self._queue.expired():
+        for prompt in self.queue.expired():
             limit_s = self._config.scheduler.queue_timeout_s
-            waited_s = self._queue.waited_s(prompt)
+            waited_s = self.queue.waited_s(prompt)
             error = f"waited {waited_s:.0f} s in the queue; the limit is {limit_s:g} s (queue_timeout_s)"
             for row in list(prompt.rows):
                 self._stats.num_expired += 1
@@ -350,8 +327,8 @@ class Scheduler:
 
     def _start_prefill(self, prompt: Prompt) -> None:
         """Admit a request whose memory is reserved, and begin its prefill."""
-        self._queue.remove_admitted(prompt)
-        prompt.is_protected |= self._queue.waited_s(prompt) >= self._config.scheduler.ageing_s
+        self.queue.remove_admitted(prompt)
+        prompt.is_protected |= self.queue.waited_s(prompt) >= self._config.scheduler.ageing_s
         now = self._clock()
         for row in prompt.rows:
             row.state = RequestState.PREFILL
@@ -407,12 +384,12 @@ class Scheduler:
 
     def _load(self) -> Load:
         num_tokens = sum(prompt.end - prompt.start for prompt in self.prefills.in_progress)
-        return Load(len(self._queue), len(self._running), num_tokens, self.expected_wait_s())
+        return Load(len(self.queue), len(self._running), num_tokens, self.expected_wait_s())
 
     def _remove(self, row: Request, reason: FinishReason) -> None:
         self.figures.ended(row, row.end_timeline(self._clock(), reason))
         if row.state is RequestState.WAITING:
-            self._queue.remove(row)
+            self.queue.remove(row)
         else:
             if row.state is RequestState.RUNNING:
                 del self._running[row.id]

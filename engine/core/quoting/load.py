@@ -147,7 +147,7 @@ class LoadRecorder:
     def publish(self) -> None:
         """Publish the engine's work as it is now."""
         scheduler, before = self._scheduler, self.load
-        prefills, prompts = scheduler.prefills, scheduler.queued
+        prefills, prompts = scheduler.prefills, scheduler.queue.prompts
         if len(prompts) == before.num_queued and prompts[:MAX_QUEUED] == self._queued:
             queued = before.queued
         else:

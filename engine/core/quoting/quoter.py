@@ -12,10 +12,10 @@ from engine.core.admission import SHORT_PART
 from engine.core.cost_model import CostModel
 from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.needs import MemoryNeeds
+from engine.core.prompt_queue import queue_rank
 from engine.core.quoting.bookings import Booking, Bookings
 from engine.core.quoting.known_prefixes import CachedTokens
 from engine.core.quoting.load import EngineLoad, LoadRecorder, PromptLeft
-from engine.core.request_queue import queue_rank
 from engine.placement import CachedSnapshot, Question, Quote, Refusal
 
 ESTIMATE_MARGIN = 1.1
