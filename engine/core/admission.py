@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from math import ceil
 
-from engine.core.memory.victims import Preemption, Victim
+from engine.core.preemption import Preemption, Victim
 from engine.core.prefill_scheduler import PrefillScheduler
 from engine.core.prompt import USUAL_ANSWER, Prompt
 from engine.core.prompt_queue import PromptQueue

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from engine import retry_after
 from engine.core.admission import Admission
 from engine.core.batch import NO_TOKEN, PLAIN, Drafts, PrefillOutput, RowOutput
-from engine.core.memory.victims import Preemption, Victim
+from engine.core.preemption import Preemption, Victim
 from engine.core.prefill_scheduler import PrefillScheduler
 from engine.core.prompt import Prompt
 from engine.core.prompt_queue import PromptQueue
