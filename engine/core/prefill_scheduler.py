@@ -5,16 +5,17 @@ from collections.abc import Mapping, Sequence
 from engine.core.batch import PLAIN, Drafts, ImageLeft, PromptChunk
 from engine.core.burst import Span, burst_s, may_burst, num_together
 from engine.core.memory.chunks import ChunkMemory
-from engine.core.prefill import (
-    FIXED_PARTS,
-    MAX_IDLE_STEP_S,
-    MIN_IDLE_STEP_S,
-    PrefillOrder,
-    StepBudget,
-)
+from engine.core.prefill_order import PrefillOrder, StepBudget
 from engine.core.prompt import Prompt
 from engine.core.request import Request
 from engine.core.scheduler_context import SchedulerContext
+
+MIN_IDLE_STEP_S, MAX_IDLE_STEP_S = 0.25, 1.5
+"""Bounds in seconds of a step's prefill time while no row decodes: new requests and aborts wait for the end of the
+step."""
+
+FIXED_PARTS = 20
+"""Within these bounds a step lasts this many times a forward's fixed time, which is then 5 % of it."""
 
 MIN_PREFILL_TOKENS = 16
 """Fewest prompt tokens per step while rows decode, whatever else the step computes."""
