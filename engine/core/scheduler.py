@@ -56,7 +56,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Queued requests, preempted rows included."""
+        """Queued prompts, those of preempted rows included."""
         return len(self.queue)
 
     @property
@@ -82,7 +82,7 @@ class Scheduler:
         return self.queue.expected_wait_s(len(self.queue) + 1) if self.queue else 0.0
 
     def add(self, rows: Sequence[Request], arrived_s: float | None = None) -> None:
-        """Queue a request; answers that another engine began come before all requests of the same priority.
+        """Queue a request; answers that another engine began come before all prompts of the same priority.
 
         The prompt of such a request is charged to its client once, and the tokens of the other engine are not charged:
         that engine has charged them as output.
@@ -270,7 +270,7 @@ class Scheduler:
         """Extend the reservations of rows that have used theirs up, the oldest row first, preempting others if needed.
 
         Returns:
-            False if a prompt in progress was preempted, or the only row has failed: no request is admitted before the
+            False if a prompt in progress was preempted, or the only row has failed: no prompt is admitted before the
             runner has dropped it.
         """
         keeps = True
@@ -291,16 +291,16 @@ class Scheduler:
         return keeps
 
     def _fail_out_of_memory(self, rows: list[Request], missing: int) -> Chunks:
-        """Fail the only request in the engine: its memory was checked on arrival and should have sufficed."""
+        """Fail the only prompt in the engine: its memory was checked on arrival and should have sufficed."""
         limit = self.budget.needs.limit_bytes
         error = f"the request needs {missing} more bytes of memory; the budget is {limit} bytes"
         return self._fail(rows, error, retry_after.STEP_FAILED_S)
 
     def _admit(self, may_preempt: bool) -> None:
-        """Admit queued requests while the prompts in progress leave time in the step, or if their prompts are shorter.
+        """Admit queued prompts while the prompts in progress leave time in the step, or if they are shorter.
 
         Args:
-            may_preempt: Whether the step has not begun, so that rows may be preempted for an urgent request.
+            may_preempt: Whether the step has not begun, so that rows may be preempted for an urgent prompt.
         """
         admission = self._admission
         while (prompt := admission.next_queued()) is not None:
@@ -326,7 +326,7 @@ class Scheduler:
         return None if victims else self._admission.choose_backfill(head)
 
     def _start_prefill(self, prompt: Prompt) -> None:
-        """Admit a request whose memory is reserved, and begin its prefill."""
+        """Admit a prompt whose memory is reserved, and begin its prefill."""
         self.queue.remove_admitted(prompt)
         prompt.is_protected |= self.queue.waited_s(prompt) >= self._config.scheduler.ageing_s
         now = self._clock()

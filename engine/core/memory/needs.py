@@ -1,4 +1,4 @@
-"""MemoryNeeds: the bytes that a request needs, before anything is reserved for it. Pure."""
+"""MemoryNeeds: the bytes that a prompt and its rows need, before anything is reserved for it. Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ MIN_CHUNK_TOKENS = 16
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """The memory need of a request."""
+    """The memory need of a prompt and its rows."""
 
     num_rows: int  # One row per choice.
     num_prompt: int  # Prompt tokens of each row.
@@ -42,7 +42,7 @@ class PrefillReservation:
 
 
 class MemoryNeeds:
-    """Adds up the bytes of requests and compares them with the limit.
+    """Adds up the bytes of prompts and rows, and compares them with the limit.
 
     Args:
         costs: Bytes of rows, prompts and images.
@@ -66,10 +66,10 @@ class MemoryNeeds:
         return MAX_STEP_SHARE * self.request_bytes
 
     def need(self, rows: Sequence[Request], whole: bool = False) -> MemoryNeed:
-        """Return the memory need of a request's rows.
+        """Return the memory need of the rows that share a prompt, and of the prompt.
 
         Args:
-            rows: The request's rows.
+            rows: The rows that share the prompt.
             whole: Whether to reserve the whole answer instead of `reserve_tokens`. Each preemption by growth doubles a
                 row's reserve, because with the same one it would soon be preempted again.
         """
@@ -86,10 +86,10 @@ class MemoryNeeds:
         )
 
     def min_bytes(self, need: MemoryNeed) -> int:
-        """Return the least bytes that a request needs, with no other row in the engine.
+        """Return the least bytes that a prompt and its rows need, with no other row in the engine.
 
         This covers prefilling all of it again at the end of its answer, in case it is preempted there and its state is
-        lost. A request that needs more than `request_bytes` can never run.
+        lost. A prompt that needs more than `request_bytes` can never run.
         """
         end, sizes = need.num_tokens, [(need.num_rows, self.costs.slots(need.num_tokens))]
         reservation = self.prefill_reservation(need, chunk_tokens=0, end=end)
@@ -150,7 +150,7 @@ class MemoryNeeds:
         """Return the reservation of a prompt that has not begun.
 
         Args:
-            need: The request's need.
+            need: The prompt's need.
             chunk_tokens: Tokens of the chunk that must fit, beyond the smallest one.
             end: Prompt tokens at the end of that chunk.
         """
