@@ -15,7 +15,14 @@ from engine.core.batch import ModelRunner
 from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.evictable import Evictable
 from engine.core.memory.grouping import DecodeGroupPlan, Grouping
-from engine.core.memory.needs import MemoryNeed, MemoryNeeds, PrefillReservation
+from engine.core.memory.needs import (
+    MIN_CHUNK_TOKENS,
+    MemoryNeed,
+    MemoryNeeds,
+    PrefillReservation,
+    largest,
+    step_bytes,
+)
 from engine.core.request import Request
 from engine.protocol import EngineFailed
 
@@ -175,6 +182,55 @@ class MemoryBudget:
         """
         limit = self.needs.request_bytes - self._cached_bytes
         return limit if is_only_prompt else limit - self.unaccounted_bytes
+
+    def end_chunk(self) -> None:
+        """Reduce all prefill reservations to their smallest chunks until the next chunk is chosen."""
+        for one in self.prefills:
+            one.step_bytes = one.min_step_bytes
+
+    def reserve_chunk(self, row: Request, wanted: int) -> int:
+        """Return how many of `wanted` tokens the row's next prefill chunk may have, at least MIN_CHUNK_TOKENS.
+
+        The chunk's intermediate results must fit into free memory and stay reserved until `end_chunk`.
+        """
+        costs, start, room = self.costs, row.num_prefilled, self._chunk_bytes
+        num_tokens = largest(min(wanted, MIN_CHUNK_TOKENS), wanted, lambda n: costs.chunk(n, start + n) <= room)
+        reservation = self._reservation_of(row)
+        reservation.step_bytes = max(reservation.step_bytes, costs.chunk(num_tokens, start + num_tokens))
+        return num_tokens
+
+    def chunk_shortfall_bytes(self, row: Request, wanted: int) -> int:
+        """Return how many bytes to free for a chunk of `wanted` tokens, or for the largest chunk that is allowed."""
+        wanted_bytes = self.costs.chunk(wanted, row.num_prefilled + wanted)
+        return max(0, min(wanted_bytes, int(self.needs.step_limit_bytes)) - int(self._chunk_bytes))
+
+    def reserve_burst(self, rows: Sequence[Request], num_tokens: int, end: int) -> int:
+        """Reserve memory for a forward with a chunk of each row's prompt, until `end_chunk`.
+
+        Args:
+            rows: One row per prompt.
+            num_tokens: Tokens of the longest chunk, to which the others are padded.
+            end: Prompt tokens up to the end of the chunk, of the longest prompt.
+
+        Returns:
+            0, or the missing bytes if nothing was reserved; `sys.maxsize` if no eviction would help.
+        """
+        reservation, wanted = self._reservation_of(rows[0]), self.costs.burst(len(rows), num_tokens, end)
+        if wanted > self.needs.step_limit_bytes:
+            return sys.maxsize
+        if wanted > self._chunk_bytes:
+            return wanted - int(self._chunk_bytes)
+        reservation.step_bytes = max(reservation.step_bytes, wanted)
+        return 0
+
+    @property
+    def _chunk_bytes(self) -> float:
+        """Bytes that the intermediate results of a chunk may take."""
+        room = step_bytes(self.prefills) + max(0, self.free_bytes)
+        return min(room, self.needs.step_limit_bytes)
+
+    def _reservation_of(self, row: Request) -> PrefillReservation:
+        return next(one for one in self.prefills if row.id in one.row_ids)
 
     def release_prefill(self, row: Request) -> None:
         """Release the prefill reservation of a row's prompt; its rows have joined the decode batch."""
