@@ -485,9 +485,6 @@ class ClockFiles:
     def meta_of(self, digest: str) -> SnapshotMeta | None:
         return self._files[digest].meta if digest in self._files else None
 
-    def parent_of(self, digest: str) -> str | None:
-        return self._files[digest].meta.parent if digest in self._files else None
-
     def save(self, meta: SnapshotMeta, arrays: dict[str, np.ndarray]) -> bool:
         now, num_bytes = self._clock(), sum(array.nbytes for array in arrays.values())
         queued = sum(

@@ -86,7 +86,7 @@ class PrefixCache:
         self.off_reason = runner.no_snapshots if config.enabled else "prefix_cache.enabled is false"
         if self.off_reason is not None:
             files = None
-        self.store = SnapshotStore(clock) if files is None else SnapshotStore(clock, files.parent_of)
+        self.store = SnapshotStore(clock) if files is None else SnapshotStore(clock, files.meta_of)
         max_bytes = runner.memory_limit_bytes if config.max_gb is None else config.max_gb * 2**30
         self.memory = SnapshotMemory(
             self.store, int(max_bytes), costs.prompt_s, costs.read_s, room, runner.costs.max_snapshots

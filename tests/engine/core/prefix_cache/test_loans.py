@@ -713,7 +713,7 @@ def test_a_snapshot_is_written_when_its_keys_and_values_are_returned(files):
 
 def test_a_kv_segment_that_is_written_for_want_of_memory_counts_while_a_prompt_holds_it(files):
     store, shelf = files(), Shelf(100, 200)
-    shelf.cache.file_parent = store.parent_of
+    shelf.cache.file_of = store.meta_of
     disk = DiskTier(store, shelf.memory, shelf.engine.runner, Clock(), CostModel())
     shelf.loans = Loans(shelf.memory, disk, shelf.engine.runner)
     shelf.move("r", shelf.nodes[-1])
