@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from engine.core.batch import ModelRunner
 from engine.core.prefix_cache import eligibility
-from engine.core.prefix_cache.disk_tier import DiskTier, Reading
+from engine.core.prefix_cache.disk_tier import DiskTier
 from engine.core.prefix_cache.loans import Loans
 from engine.core.prefix_cache.node import SnapshotNode
 from engine.core.prefix_cache.prefix_fetcher import PrefixFetcher
-from engine.core.prefix_cache.session import PrefixCacheSession
+from engine.core.prefix_cache.session import PrefixCacheSession, Reading
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.core.request import Request, named
 from engine.protocol import Boundary, InvalidRequest
@@ -141,7 +141,7 @@ class PrefixRestorer:
         if not self._has_room(rows, num_bytes):
             session.max_tokens = end - 1
             return
-        read_s = self._disk.read_s(num_bytes)
+        read_s = self._memory.read_seconds(num_bytes)
         if (here is not None and end - start < MIN_TOKENS_FROM_DISK) or read_s >= computed_s:
             session.skips_disk = True
             return
@@ -154,14 +154,14 @@ class PrefixRestorer:
             self._disk.close(reading)
             session.reading = None
             return True  # what is read would continue keys and values that are gone: look again
-        is_complete = self._disk.advance(reading, wait_s, copy_s)
-        if is_complete is None and self._store.clock() < reading.until_s:
+        state = self._disk.advance(reading, wait_s, copy_s)
+        if state == "pending" and self._store.clock() < reading.until_s:
             return False
-        if is_complete is None:
+        if state == "pending":
             slow = "reading a snapshot from disk takes too long: %s is prefilled without it"
             log.warning(slow, session.row.id, extra=named([session.row]))
             self._store.counters.num_unusable += 1
-        session.skips_disk = not is_complete
+        session.skips_disk = state != "done"
         self._disk.close(reading)
         session.reading = None
         return True

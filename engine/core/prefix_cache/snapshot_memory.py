@@ -46,7 +46,7 @@ class SnapshotMemory:
         self.store = store
         self.max_bytes = max_bytes
         self.seconds = seconds
-        self._read_seconds = read_seconds
+        self.read_seconds = read_seconds
         self._room = room
         self._max_snapshots = max_snapshots
 
@@ -254,4 +254,4 @@ class SnapshotMemory:
         computed_s = self.seconds(start, node.num_tokens)
         if not self.store.has_file(node):
             return computed_s
-        return min(computed_s, self._read_seconds(node.segment_bytes + node.state_bytes))
+        return min(computed_s, self.read_seconds(node.segment_bytes + node.state_bytes))
