@@ -3,16 +3,18 @@
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from engine.core.prefix_cache.node import Snapshot, SnapshotNode
 from engine.core.prefix_cache.prompt_key import PromptKey
-from engine.core.request import Request
 from engine.placement import PrefixHolder
 from engine.protocol import Boundary
 from engine.snapshot_store.snapshot_client import Fetch
+
+if TYPE_CHECKING:
+    from engine.core.prompt import Prompt
 
 ReadState = Literal["done", "pending", "lost"]
 """How far a reading is: everything is in memory, more is pending, or a part of it was lost or did not fit."""
@@ -53,8 +55,7 @@ class Fetching:
 class PrefixCacheSession:
     """A prompt's use of the prefix cache."""
 
-    row: Request
-    """The first of the rows that share the prompt."""
+    prompt: "Prompt" = field(repr=False)
     key: PromptKey
     max_tokens: int
     """Longest prefix to restore: longer ones failed, or would leave nothing to compute."""
