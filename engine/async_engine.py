@@ -17,7 +17,7 @@ from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
 from engine.core.quoting.quoter import ESTIMATE_MARGIN
 from engine.core.request_check import check_request
-from engine.core.scheduler_output import Chunks
+from engine.core.scheduler_output import Published
 from engine.figures import EngineFigures
 from engine.grammar_compilers import GrammarCompilers
 from engine.host_memory import total_bytes
@@ -497,13 +497,13 @@ class AsyncEngine:
             self._thread.call_soon(self._begin_compiling)
         self._load_progress = progress
 
-    def _publish(self, chunks: Chunks) -> None:
+    def _publish(self, chunks: Published) -> None:
         """Deliver all rows' chunks with one wake-up of the event loop per step."""
         self._thread.call_soon(self._deliver, chunks)
 
     # On the event loop.
 
-    def _deliver(self, chunks: Chunks) -> None:
+    def _deliver(self, chunks: Published) -> None:
         for row_id, chunk in chunks.items():
             if chunk.timeline is not None:
                 self._note_ended(row_id, chunk.timeline)

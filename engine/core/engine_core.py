@@ -23,7 +23,7 @@ from engine.core.quoting.quoter import Quoter
 from engine.core.request import Matcher, Request, RequestState, named
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_context import SchedulerContext
-from engine.core.scheduler_output import Chunks, PreemptedRows, ReleasedRows
+from engine.core.scheduler_output import PreemptedRows, Published, ReleasedRows
 from engine.core.speculation import SpeculationController
 from engine.core.stats import Stats
 from engine.protocol import EngineRequest, InvalidRequest, QueuedRequest
@@ -40,7 +40,7 @@ MIN_CHUNK_PART = 0.3
 """Smallest share of a chunk's measured time that is charged to it, whatever the decode step in flight is predicted to
 take."""
 
-Publish = Callable[[Chunks], None]
+Publish = Callable[[Published], None]
 
 
 class EngineCore:
@@ -272,7 +272,7 @@ class EngineCore:
                     failed_again = "dropping %s failed again: their memory is not freed"
                     log.exception(failed_again, ", ".join(row_ids), extra=named(rows))
 
-    def _fail_rows(self, error: str) -> Chunks:
+    def _fail_rows(self, error: str) -> Published:
         self.stats.failed_steps_in_a_row += 1
         self._decoded_s = None
         self.runner.reset()
@@ -382,7 +382,7 @@ class EngineCore:
         device_s = self._device_s(chunk_began_s, in_flight_s)
         prompts = [chunk.row.prompt for chunk in chunks]
         self.scheduler.prefills.note(chunks, self._clock() - began_s)
-        published = Chunks()
+        published = Published()
         for prompt, output in zip(prompts, outputs, strict=True):
             published |= self.scheduler.update_prefill(prompt, output)
         if published:

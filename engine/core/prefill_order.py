@@ -61,7 +61,7 @@ class PrefillOrder:
 
     def images_s(self, prompt: Prompt) -> float:
         """Predict the seconds until the prompt's images are encoded; its first chunk follows them."""
-        return max(0.0, sum(map(self._costs.image_s, prompt.num_patches)) - prompt.encoded_s)
+        return max(0.0, sum(map(self._costs.image_s, prompt.patch_counts)) - prompt.encoded_s)
 
     def choose(self, prompts: Sequence[Prompt], chunk_s: float) -> Prompt:
         """Choose among prompts of equal priority, given in the order of their admission.

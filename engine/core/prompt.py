@@ -89,7 +89,7 @@ class Prompt:
         return self.row.num_tokens - self.row.num_prefilled
 
     @property
-    def num_patches(self) -> list[int]:
+    def patch_counts(self) -> list[int]:
         """Number of patches of each image that is not entirely before `start`."""
         row = self.row
         media = row.prompt_key.media if row.prompt_key is not None and self.start else ()

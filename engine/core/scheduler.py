@@ -12,7 +12,7 @@ from engine.core.prompt_queue import PromptQueue
 from engine.core.request import Request, RequestState, by_prompt
 from engine.core.request_figures import RequestFigures
 from engine.core.scheduler_context import SchedulerContext
-from engine.core.scheduler_output import Chunks, PreemptedRows, ReleasedRows
+from engine.core.scheduler_output import PreemptedRows, Published, ReleasedRows
 from engine.core.stats import Stats
 from engine.core.timeline_recorder import Load, TimelineRecorder
 from engine.core.virtual_token_counter import VirtualTokenCounter
@@ -120,7 +120,7 @@ class Scheduler:
         for victim in (*self.prefills.in_progress, *self._running.values()):
             self._requeue(victim)
 
-    def move_queued(self) -> Chunks:
+    def move_queued(self) -> Published:
         """End all queued rows, so that another engine continues them; return their last chunks."""
         rows = [row for prompt in self.queue.order() for row in prompt.rows]
         self._stats.num_moved += len(rows)
@@ -198,7 +198,7 @@ class Scheduler:
             self._admit(may_preempt=False)
         return self.prefills.choose()
 
-    def update_decode(self, outputs: Mapping[str, RowOutput]) -> Chunks:
+    def update_decode(self, outputs: Mapping[str, RowOutput]) -> Published:
         """Give the rows their new tokens. Outputs of rows that are no longer running are discarded."""
         self._stats.max_rows_in_a_step = max(self._stats.max_rows_in_a_step, len(outputs))
         now = self._clock()
@@ -208,7 +208,7 @@ class Scheduler:
             if row_id in outputs
         }
 
-    def update_preempted(self, outputs: Mapping[str, RowOutput], rows: Sequence[Request]) -> Chunks:
+    def update_preempted(self, outputs: Mapping[str, RowOutput], rows: Sequence[Request]) -> Published:
         """Give preempted rows the tokens of the step in flight; some rows may finish with them."""
         now = self._clock()
         chunks = {row.id: self._take(row, outputs[row.id], now) for row in rows if row.id in outputs}
@@ -216,7 +216,7 @@ class Scheduler:
             row.num_charged = max(row.num_charged, row.num_tokens)
         return chunks
 
-    def update_prefill(self, prompt: Prompt, output: PrefillOutput) -> Chunks:
+    def update_prefill(self, prompt: Prompt, output: PrefillOutput) -> Published:
         """Account for a chunk of a prompt; after its last chunk its rows join the decode batch."""
         for row in prompt.rows:
             row.num_prefilled += output.num_tokens
@@ -247,11 +247,11 @@ class Scheduler:
             self._running[row.id] = row
         self.prefills.step.limit(self._config.scheduler.max_stall_s)  # rows decode now
 
-    def fail_rows(self, error: str) -> Chunks:
+    def fail_rows(self, error: str) -> Published:
         """Fail every decoding row after the runner was reset: a failed step may have touched any of them."""
         return self._fail(list(self._running.values()), error, retry_after.STEP_FAILED_S)
 
-    def fail_prefill(self, prompt: Prompt, error: str, retry_after_s: float | None = None) -> Chunks:
+    def fail_prefill(self, prompt: Prompt, error: str, retry_after_s: float | None = None) -> Published:
         """Fail the rows of a prompt in progress. retry_after_s: see TokenChunk."""
         return self._fail(list(prompt.rows), error, retry_after_s)
 
@@ -290,7 +290,7 @@ class Scheduler:
                     self.preempt(victim, "growth")
         return keeps
 
-    def _fail_out_of_memory(self, rows: list[Request], missing: int) -> Chunks:
+    def _fail_out_of_memory(self, rows: list[Request], missing: int) -> Published:
         """Fail the only prompt in the engine: its memory was checked on arrival and should have sufficed."""
         limit = self.budget.needs.limit_bytes
         error = f"the request needs {missing} more bytes of memory; the budget is {limit} bytes"
@@ -376,7 +376,7 @@ class Scheduler:
             timeline=row.timeline,
         )
 
-    def _fail(self, rows: list[Request], error: str, retry_after_s: float | None = None) -> Chunks:
+    def _fail(self, rows: list[Request], error: str, retry_after_s: float | None = None) -> Published:
         self._stats.num_failed += len(rows)
         for row in rows:
             self._remove(row, FinishReason.ERROR)

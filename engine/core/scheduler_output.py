@@ -7,7 +7,7 @@ from engine.core.prompt import Prompt
 from engine.core.request import Request
 from engine.protocol import TokenChunk
 
-Chunks = dict[str, TokenChunk]
+Published = dict[str, TokenChunk]
 """Row id -> the row's new tokens."""
 
 
@@ -38,9 +38,9 @@ class ReleasedRows:
     """Their memory is reserved for others already, so they are dropped before the next forward."""
     completed: list[Request] = field(default_factory=list)
     """Rows with complete answers, snapshotted while the runner has them."""
-    failed: Chunks = field(default_factory=dict)
+    failed: Published = field(default_factory=dict)
     """Final chunks of rows that expired in the queue or ran out of memory."""
-    aborted: Chunks = field(default_factory=dict)
+    aborted: Published = field(default_factory=dict)
     """Final chunks of aborted rows."""
     finished: list[Request] = field(default_factory=list)
     """Rows that the runner has and that will get no more tokens; their memory is reserved until they are released."""

@@ -124,10 +124,10 @@ class Quoter:
         return self._needs.costs
 
     def _snapshot(self, cached: CachedTokens) -> CachedSnapshot | None:
-        if (stored := cached.snapshot) is None:
+        if (node := cached.node) is None:
             return None
         costs = self._costs_of_memory
-        return CachedSnapshot(stored.digest, stored.num_tokens, stored.num_tokens * costs.token_bytes + costs.fixed())
+        return CachedSnapshot(node.digest, node.num_tokens, node.num_tokens * costs.token_bytes + costs.fixed())
 
     # Seconds until the prompt is begun
 

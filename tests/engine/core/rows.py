@@ -16,7 +16,7 @@ from engine.core.prompt import Prompt
 from engine.core.request import Request, RequestState
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_context import SchedulerContext
-from engine.core.scheduler_output import Chunks
+from engine.core.scheduler_output import Published
 from engine.core.stats import Stats
 from engine.protocol import EngineRequest, SamplingParams
 from tests.support.clock import Clock
@@ -96,7 +96,7 @@ class Step:
     """The scheduler's choice for a step: drops, decoding, and the first chunk of a prompt."""
 
     drop: list[str]
-    failed: Chunks
+    failed: Published
     decode: bool
     prefill: Sequence[Request]
     max_prefill_tokens: int
