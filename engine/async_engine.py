@@ -16,8 +16,8 @@ from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
 from engine.core.quoting.quoter import ESTIMATE_MARGIN
-from engine.core.request_check import check_plan, check_pooling, check_progress, check_prompt_logprobs, check_request
-from engine.core.scheduler_output import Chunks
+from engine.core.request_check import check_request
+from engine.core.scheduler_output import Published
 from engine.figures import EngineFigures
 from engine.grammar_compilers import GrammarCompilers
 from engine.host_memory import total_bytes
@@ -421,12 +421,7 @@ class AsyncEngine:
         assert core is not None
         if request.request_id in self._keys:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
-        runner = core.runner
-        check_request(request, self.config, runner.vocab_size, runner.max_context_tokens)
-        check_progress(request, runner.vocab_size)
-        check_plan(request, runner.no_sparse)
-        check_pooling(request, runner.no_pooling)
-        check_prompt_logprobs(request)
+        check_request(request, self.config, core.runner)
         num_open = self._num_open
         limit = self.config.max_running + self.config.max_queue
         if num_open + len(request.open_choices) > limit:
@@ -502,13 +497,13 @@ class AsyncEngine:
             self._thread.call_soon(self._begin_compiling)
         self._load_progress = progress
 
-    def _publish(self, chunks: Chunks) -> None:
+    def _publish(self, chunks: Published) -> None:
         """Deliver all rows' chunks with one wake-up of the event loop per step."""
         self._thread.call_soon(self._deliver, chunks)
 
     # On the event loop.
 
-    def _deliver(self, chunks: Chunks) -> None:
+    def _deliver(self, chunks: Published) -> None:
         for row_id, chunk in chunks.items():
             if chunk.timeline is not None:
                 self._note_ended(row_id, chunk.timeline)

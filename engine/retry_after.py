@@ -1,6 +1,6 @@
 """Values of the Retry-After header in seconds: fixed ones for refusals without a predicted wait, and their bounds.
 
-Predicted waits come from `RequestQueue.expected_wait_s` (a full queue), `Pace.seconds_until` (a full server) and
+Predicted waits come from `PromptQueue.expected_wait_s` (a full queue), `Pace.seconds_until` (a full server) and
 `TokenBucket.seconds_until` (a client's allowance).
 """
 

@@ -13,7 +13,7 @@ for WATCHDOG_PAUSE rounds then, twice as long each time."""
 
 
 class AcceptanceWatchdog:
-    """Detects a head whose drafts are almost never accepted, such as one with wrongly loaded norms."""
+    """Detects a proposer whose drafts are almost never accepted, such as a head with wrongly loaded norms."""
 
     def __init__(self, proposer: Proposer) -> None:
         self.num_trips = 0

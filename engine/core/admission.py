@@ -1,13 +1,13 @@
-"""Which queued request is admitted next, and which snapshots and rows lose their memory for it. Pure."""
+"""Which queued prompt is admitted next, and which snapshots and rows lose their memory for it. Pure."""
 
 from collections.abc import Mapping, Sequence
 from math import ceil
 
-from engine.core.memory.victims import Preemption, Victim
+from engine.core.preemption import Preemption, Victim
 from engine.core.prefill_scheduler import PrefillScheduler
 from engine.core.prompt import USUAL_ANSWER, Prompt
+from engine.core.prompt_queue import PromptQueue
 from engine.core.request import Request
-from engine.core.request_queue import RequestQueue
 from engine.core.scheduler_context import SchedulerContext
 from engine.timeline import Obstacle
 
@@ -16,25 +16,25 @@ SHORT_PART = 0.4
 time."""
 
 MAX_SHORT = 32
-"""How many queued requests per step are considered as shorter than the prompts in progress."""
+"""How many queued prompts per step are considered as shorter than the prompts in progress."""
 
 MAX_PASSING = 8
-"""How many queued requests behind the head are considered per step when the head does not fit in memory."""
+"""How many queued prompts behind the head are considered per step when the head does not fit in memory."""
 
 PATIENCE = 10.0
-"""Valuable snapshots are evicted for a request after it has waited this many times its prompt's seconds."""
+"""Valuable snapshots are evicted for a prompt after it has waited this many times its own seconds."""
 
 MIN_WEIGH_S, WEIGH_GROWTH = 0.02, 1.1
-"""Eviction for a request is considered again after it has waited MIN_WEIGH_S, then each time its wait has grown by the
+"""Eviction for a prompt is considered again after it has waited MIN_WEIGH_S, then each time its wait has grown by the
 factor WEIGH_GROWTH: ordering all snapshots takes milliseconds on the device thread."""
 
 
 class Admission:
-    """Chooses the next request and reserves its memory. The scheduler admits it and preempts the rows chosen here.
+    """Chooses the next prompt and reserves its memory. The scheduler admits it and preempts the rows chosen here.
 
     Args:
         context: Configuration, clock, cost model, memory budget, evictable memory and prefix lookup.
-        queue: The queued requests.
+        queue: The queued prompts.
         running: The decoding rows by row id; the scheduler's own mapping.
         prefills: The prompts in progress.
         preemption: Chooses the rows to preempt.
@@ -44,7 +44,7 @@ class Admission:
         self,
         context: SchedulerContext,
         *,
-        queue: RequestQueue,
+        queue: PromptQueue,
         running: Mapping[str, Request],
         prefills: PrefillScheduler,
         preemption: Preemption,
@@ -73,7 +73,7 @@ class Admission:
         """Return the next prompt to admit, or None.
 
         This is the head of the queue if the prompts in progress leave time in the step. Otherwise it is one of the
-        first MAX_SHORT requests: with policy `priority` the first one if it is more urgent than all prompts in
+        first MAX_SHORT prompts: with policy `priority` the first one if it is more urgent than all prompts in
         progress, else one whose prefill is much shorter than what is left of each of them.
         """
         if not self._queue:
@@ -91,15 +91,15 @@ class Admission:
         return chosen
 
     def reserve(self, prompt: Prompt, may_wait: bool = True) -> bool:
-        """Reserve memory for a request's rows, evicting snapshots where that suffices.
+        """Reserve memory for a prompt and its rows, evicting snapshots where that suffices.
 
         Args:
-            prompt: The request's prompt.
-            may_wait: Whether to fail instead of evicting snapshots that are worth more seconds than the request has
+            prompt: The queued prompt.
+            may_wait: Whether to fail instead of evicting snapshots that are worth more seconds than the prompt has
                 waited.
 
         Returns:
-            Whether the memory is reserved. False also if fewer rows are free than the request has.
+            Whether the memory is reserved. False also if fewer rows are free than the prompt has.
         """
         rows, budget = prompt.rows, self._budget
         if len(rows) > self._num_free_rows:
@@ -120,11 +120,11 @@ class Admission:
         return False
 
     def choose_victims(self, head: Prompt) -> tuple[Prompt, Sequence[Victim]]:
-        """Return the request that may preempt others, and the rows and prompts to preempt.
+        """Return the prompt that may preempt others, and the rows and prompts to preempt.
 
         None are returned to preempt if preempting them would not suffice.
 
-        With policy `priority` the most urgent request preempts less urgent rows and prompts in progress. Otherwise the
+        With policy `priority` the most urgent prompt preempts less urgent rows and prompts in progress. Otherwise the
         head, once it has waited for ageing_s, preempts rows of clients above their fair share.
         """
         limits, now = self._config.scheduler, self._clock()
@@ -138,11 +138,11 @@ class Admission:
         return head, []
 
     def choose_backfill(self, head: Prompt) -> Prompt | None:
-        """Return a request that fits although the head does not; None without one.
+        """Return a prompt that fits although the head does not; None without one.
 
-        For ageing_s after the head first did not fit, any request that fits may pass it. After that only a request that
+        For ageing_s after the head first did not fit, any prompt that fits may pass it. After that only a prompt that
         is predicted to finish before the head can start may pass, so that the head's predicted start is not delayed
-        (EASY backfilling, Lifka 1995). No request may pass while the head lacks free rows.
+        (EASY backfilling, Lifka 1995). No prompt may pass while the head lacks free rows.
         """
         if len(head.rows) > self._num_free_rows:
             return None
@@ -178,9 +178,9 @@ class Admission:
         return ceil(num_steps * max(1.0, step_s / token_s))
 
     def _prompt_s(self, prompt: Prompt, limit_s: float) -> float:
-        """Predict the prefill seconds of a queued request.
+        """Predict the prefill seconds of a queued prompt.
 
-        Its cached prefix is looked up only if the request would exceed the limit without it.
+        Its cached prefix is looked up only if the prompt would exceed the limit without it.
         """
         row = prompt.rows[0]
         seconds = self._costs.prompt_s(0, row.num_tokens)
@@ -189,7 +189,7 @@ class Admission:
         return self._costs.prompt_s(min(self._prefixes.num_cached(row), row.num_tokens), row.num_tokens)
 
     def _may_evict(self, prompt: Prompt, num_bytes: int) -> bool:
-        """Return whether a request has waited for as long as recomputing the snapshots evicted for it would take.
+        """Return whether a prompt has waited for as long as recomputing the snapshots evicted for it would take.
 
         It waits at most PATIENCE times its own prompt's seconds, and not at all when the engine is otherwise idle.
         """
@@ -234,7 +234,7 @@ class Admission:
         return 0.0
 
     def _seconds_to_end(self, prompt: Prompt) -> float:
-        """Predict the seconds from a request's admission to its last token."""
+        """Predict the seconds from a prompt's admission to the last token of its rows."""
         row, token_s = prompt.rows[0], self._costs.token_s(len(self._running) + len(prompt.rows))
         if token_s is None:
             return float("inf")

@@ -22,6 +22,9 @@ Proposer = Literal["mtp", "draft_model", "prompt_lookup"]
 """Where draft tokens come from: the MTP head, a separate small model, or an earlier occurrence of a row's newest tokens
 among its tokens."""
 
+SELECTIVE: frozenset[Proposer] = frozenset({"prompt_lookup"})
+"""Proposers that draft for some rows only, and look at the tokens of the step before to know for which."""
+
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
@@ -33,6 +36,11 @@ class Drafts:
     """Where they come from; without meaning if there are none."""
     is_forced: bool = False
     """Whether prompt lookup drafts arbitrary tokens where nothing matches, so that the step can be measured."""
+
+    @property
+    def is_selective(self) -> bool:
+        """Whether the proposer drafts for some rows only, see SELECTIVE."""
+        return self.proposer in SELECTIVE
 
 
 PLAIN = Drafts()
@@ -85,10 +93,11 @@ class ImageLeft:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptChunk:
-    """The next tokens of a prompt, for a forward that is shared with other prompts."""
+    """The next tokens of a prompt, for a forward of its own or one that is shared with other prompts."""
 
     row: Request
-    """The only row of the prompt, without images, sparse plan, pooling, logprobs of the prompt or grammar."""
+    """The first row of the prompt. In a shared forward it is the only one, and the request has no images, sparse plan,
+    pooling or logprobs of the prompt (`core.burst.may_burst`)."""
     num_tokens: int
     """At least 1, and at most the remaining tokens of the prompt."""
 

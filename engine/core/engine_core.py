@@ -4,12 +4,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from engine import retry_after
 from engine.config import EngineConfig
-from engine.core.batch import Drafts, ImageLeft, ModelRunner, PrefillOutput, PromptChunk, Proposer
+from engine.core.batch import Drafts, ImageLeft, ModelRunner, PrefillOutput, PromptChunk
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import make_memory_budget
 from engine.core.memory.evictable import EvictableMemory
@@ -18,16 +17,16 @@ from engine.core.prefix_cache.cache import PrefixCache
 from engine.core.prefix_cache.loans import MemoryTaken
 from engine.core.progress import Progress
 from engine.core.prompt import Prompt
-from engine.core.proposer_record import Mode
+from engine.core.proposer_record import modes_of
 from engine.core.quoting.load import LoadRecorder
 from engine.core.quoting.quoter import Quoter
-from engine.core.request import Matcher, Request, RequestState, by_prompt, named
+from engine.core.request import Matcher, Request, RequestState, named
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_context import SchedulerContext
-from engine.core.scheduler_output import Chunks, PreemptedRows, ReleasedRows
+from engine.core.scheduler_output import PreemptedRows, Published, ReleasedRows
 from engine.core.speculation import SpeculationController
 from engine.core.stats import Stats
-from engine.protocol import EngineRequest, InvalidRequest, MemoryExceeded, QueuedRequest
+from engine.protocol import EngineRequest, InvalidRequest, QueuedRequest
 from engine.snapshot_store.files import SnapshotFiles
 from engine.snapshot_store.snapshot_client import SnapshotClient
 
@@ -41,11 +40,7 @@ MIN_CHUNK_PART = 0.3
 """Smallest share of a chunk's measured time that is charged to it, whatever the decode step in flight is predicted to
 take."""
 
-Publish = Callable[[Chunks], None]
-
-
-def _no_callback(core: "EngineCore") -> None:
-    """Do nothing: the default for `poll`."""
+Publish = Callable[[Published], None]
 
 
 class EngineCore:
@@ -75,18 +70,13 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         files: SnapshotFiles | None = None,
         peers: SnapshotClient | None = None,
-        poll: Callable[["EngineCore"], None] = _no_callback,
+        poll: Callable[["EngineCore"], None] = lambda core: None,
     ):
         self.stats = Stats()
         self.progress = Progress(("decode", time.num_rows, time.drafts) for time in runner.step_times)
         self.runner = runner
         self.costs = CostModel(runner.drafts, runner.step_times, runner.chunk_times)
-        modes: dict[Proposer, Mode] = {
-            "mtp": config.mtp,
-            "draft_model": "off" if config.draft_model is None else config.draft_model.limits,
-            "prompt_lookup": config.prompt_lookup,
-        }
-        self._speculation = SpeculationController(modes, self.costs, runner.no_drafts)
+        self._speculation = SpeculationController(modes_of(config), self.costs, runner.no_drafts)
         self.prefix = PrefixCache(
             config.prefix_cache,
             runner,
@@ -164,14 +154,18 @@ class EngineCore:
         num_before = self.stats.num_prompt_tokens + self.stats.num_output_tokens
         self._release(self.scheduler.take_released())  # before their memory is reserved for others
         drafts = self._speculation.choose(self.scheduler.num_decoding)
-        work = self.scheduler.schedule(drafts)
-        self._release(work.released)
+        self._release(self.scheduler.schedule(drafts))
         self.budget.observe(self.runner.active_bytes)
         in_flight_s = 0.0
-        if work.decode and self.scheduler.num_decoding:  # a failed drop ends all rows
+        if self.scheduler.num_decoding:
             self._decode(drafts)
             in_flight_s = self.costs.step_s(self.scheduler.num_decoding, drafts) or 0.0
-        while (prompt := self._next_prompt()) is not None:
+        while True:
+            self._poll(self)
+            self.progress.end()
+            self._release(self.scheduler.take_released())
+            if (prompt := self.scheduler.next_prompt()) is None:
+                break
             self._prefill(prompt, in_flight_s)
             in_flight_s = 0.0
         self.stats.num_steps += 1
@@ -195,22 +189,7 @@ class EngineCore:
         Raises:
             MemoryExceeded: The request would not fit even with no other request in the engine.
         """
-        needs, limit = self.budget.needs, self.budget.needs.request_bytes - self.pinned_bytes
-        rows, max_tokens = [Request(request, index) for index in request.open_choices], request.sampling.max_tokens
-        longest = max(len(row.output_token_ids) for row in rows)
-        for sharing in by_prompt(rows):  # each is prefilled, and may run, without the others
-            whole, num_before = needs.need(sharing, whole=True), len(sharing[0].output_token_ids)
-            if needs.min_bytes(whole) <= limit:
-                continue
-            num_left = request.sampling.max_tokens - num_before
-            num_fitting = 0 if request.pooling else needs.max_answer_tokens(whole, num_left, limit)
-            max_tokens = min(max_tokens, num_before + num_fitting)
-            if max_tokens <= longest:
-                num_tokens, num_bytes = needs.max_row_tokens(self.pinned_bytes), needs.min_bytes(whole)
-                raise MemoryExceeded(whole.num_prompt, num_left, num_tokens, num_bytes, limit)
-        if max_tokens == request.sampling.max_tokens:
-            return request
-        return replace(request, sampling=replace(request.sampling, max_tokens=max_tokens))
+        return self.budget.needs.clamp_max_tokens(request, self.pinned_bytes)
 
     def free_evictable(self) -> None:
         """Evict all evictable memory, because the machine is short of memory."""
@@ -224,7 +203,7 @@ class EngineCore:
         self._figures_read_s = now
         self.prefix.write_behind()
         self.speculation_status = self._speculation.status()
-        self.queue, self.admission = self.scheduler.queue(), self.budget.status()
+        self.queue, self.admission = self.scheduler.queue.status(self.budget.needs), self.budget.status()
         self.pinned_bytes = self._evictable.pinned_bytes
         try:
             self.memory = self._memory()
@@ -238,13 +217,6 @@ class EngineCore:
         max_bytes = self.prefix.memory.max_bytes if self.prefix.off_reason is None else 0
         cache_bytes = {"prefix_cache_bytes": num_bytes, "prefix_cache_max_bytes": max_bytes}
         return self.runner.memory() | cache_bytes
-
-    def _next_prompt(self) -> Prompt | None:
-        """Return the prompt to advance next, after pending aborts and new requests have been applied."""
-        self._poll(self)
-        self.progress.end()
-        self._release(self.scheduler.take_released())
-        return self.scheduler.next_prompt()
 
     def _release(self, released: ReleasedRows) -> None:
         """Snapshot preempted rows and complete answers, publish the errors of failed rows, and drop them all."""
@@ -294,18 +266,13 @@ class EngineCore:
             except Exception as error:
                 log.exception("dropping %s failed", ", ".join(row_ids), extra=named([*rows, *self.scheduler.decoding]))
                 self._publish(self._fail_rows(f"dropping other rows failed: {type(error).__name__}"))
-                self._drop_again(rows)
+                try:  # the decode batch has been reset, but prompts in progress may remain
+                    self.runner.drop(row_ids)
+                except Exception:
+                    failed_again = "dropping %s failed again: their memory is not freed"
+                    log.exception(failed_again, ", ".join(row_ids), extra=named(rows))
 
-    def _drop_again(self, rows: Sequence[Request]) -> None:
-        """Retry a failed drop: the decode batch has been reset, but prompts in progress may remain."""
-        row_ids = [row.id for row in rows]
-        try:
-            self.runner.drop(row_ids)
-        except Exception:
-            failed_again = "dropping %s failed again: their memory is not freed"
-            log.exception(failed_again, ", ".join(row_ids), extra=named(rows))
-
-    def _fail_rows(self, error: str) -> Chunks:
+    def _fail_rows(self, error: str) -> Published:
         self.stats.failed_steps_in_a_row += 1
         self._decoded_s = None
         self.runner.reset()
@@ -349,18 +316,16 @@ class EngineCore:
             in_flight_s: Predicted seconds of decoding that the device computes first.
         """
         self._decoded_s, began_s, has_published = None, self._clock(), False
+        can_wait = not self.scheduler.num_decoding and len(self.scheduler.prefills.in_progress) == 1
+        copy_s = self._max_stall_s if self.scheduler.num_decoding else math.inf
+        if not self._begin(prompt, DISK_WAIT_S if can_wait else 0.0, copy_s):
+            return
         try:
-            can_wait = not self.scheduler.num_decoding and len(self.scheduler.prefills.in_progress) == 1
-            copy_s = self._max_stall_s if self.scheduler.num_decoding else math.inf
-            if not self.prefix.begin(prompt, DISK_WAIT_S if can_wait else 0.0, copy_s):
-                prompt.is_waiting = True
-            elif prompt.row.spec.images and (image := self.runner.next_image(prompt.rows)) is not None:
+            if prompt.row.spec.images and (image := self.runner.next_image(prompt.rows)) is not None:
                 self._encode(prompt, image, began_s, in_flight_s)
             elif max_tokens := self.scheduler.prefills.chunk_tokens(prompt):
                 chunks = self._burst(PromptChunk(prompt.row, self.prefix.clip(prompt, max_tokens)))
                 has_published = self._compute(chunks, began_s, in_flight_s)
-        except MemoryTaken:
-            self.scheduler.readmit(prompt)
         except Exception as error:
             self._prefill_failed(prompt, error)
             return
@@ -368,6 +333,22 @@ class EngineCore:
             if not self.scheduler.num_decoding:  # no decode step follows that would reset the counter
                 self.stats.failed_steps_in_a_row = 0
             self._release(self.scheduler.take_released())
+
+    def _begin(self, prompt: Prompt, wait_s: float = 0.0, copy_s: float = 0.0) -> bool:
+        """Begin a prompt after its cached prefix, unless it has begun; see PrefixCache.begin.
+
+        Returns:
+            False if its first chunk must wait for the prefix, if it has returned to the queue, or if it has failed.
+        """
+        try:
+            if self.prefix.begin(prompt, wait_s, copy_s):
+                return True
+            prompt.is_waiting = True
+        except MemoryTaken:
+            self.scheduler.readmit(prompt)
+        except Exception as error:
+            self._prefill_failed(prompt, error)
+        return False
 
     def _encode(self, prompt: Prompt, image: ImageLeft, began_s: float, in_flight_s: float) -> None:
         """Compute the next piece of an image; rows decode before the following piece."""
@@ -390,14 +371,18 @@ class EngineCore:
         Returns:
             Whether there were any.
         """
-        self._track_chunks(chunks)
+        num_tokens, start = max(chunk.num_tokens for chunk in chunks), max(chunk.row.num_prefilled for chunk in chunks)
+        name = f"a chunk of {num_tokens} tokens" if len(chunks) == 1 else f"{len(chunks)} chunks of {num_tokens} tokens"
+        predicted_s = self.costs.chunk_s(num_tokens, start, len(chunks))
+        shape = "prefill", len(chunks), num_tokens.bit_length()
+        self.progress.begin(f"{name} at position {start}", predicted_s, shape, (chunk.row for chunk in chunks))
         chunk_began_s = self._clock()
         if not (outputs := self._forward(chunks)):
             return False
         device_s = self._device_s(chunk_began_s, in_flight_s)
         prompts = [chunk.row.prompt for chunk in chunks]
         self.scheduler.prefills.note(chunks, self._clock() - began_s)
-        published = Chunks()
+        published = Published()
         for prompt, output in zip(prompts, outputs, strict=True):
             published |= self.scheduler.update_prefill(prompt, output)
         if published:
@@ -414,14 +399,6 @@ class EngineCore:
         """Return the seconds since `began_s`, less those of the decode step that the device computed first."""
         seconds = self._clock() - began_s
         return max(seconds - in_flight_s, MIN_CHUNK_PART * seconds)
-
-    def _track_chunks(self, chunks: Sequence[PromptChunk]) -> None:
-        num_rows, num_tokens = len(chunks), max(chunk.num_tokens for chunk in chunks)
-        start = max(chunk.row.num_prefilled for chunk in chunks)
-        name = f"a chunk of {num_tokens} tokens" if num_rows == 1 else f"{num_rows} chunks of {num_tokens} tokens"
-        seconds = self.costs.chunk_s(num_tokens, start, num_rows)
-        shape = "prefill", num_rows, num_tokens.bit_length()
-        self.progress.begin(f"{name} at position {start}", seconds, shape, (chunk.row for chunk in chunks))
 
     def _forward(self, chunks: Sequence[PromptChunk]) -> Sequence[PrefillOutput]:
         """Compute the chunks.
@@ -444,23 +421,9 @@ class EngineCore:
         others = [
             PromptChunk(other.row, self.prefix.clip(other, other.num_left))
             for other in self.scheduler.prefills.companions(first)
-            if self._begin_prompt(other)
+            if self.scheduler.prefills.source_of(other) is None and self._begin(other)
         ]
         return self.scheduler.prefills.burst(first, others) if others else [first]
-
-    def _begin_prompt(self, prompt: Prompt) -> bool:
-        """Begin a prompt after its cached prefix, unless another prompt in progress will soon cache a longer one."""
-        if self.scheduler.prefills.source_of(prompt) is not None:
-            return False
-        try:
-            if self.prefix.begin(prompt):
-                return True
-            prompt.is_waiting = True
-        except MemoryTaken:
-            self.scheduler.readmit(prompt)
-        except Exception as error:
-            self._prefill_failed(prompt, error)
-        return False
 
     def _burst_failed(self, prompts: Sequence[Prompt], error: Exception) -> None:
         """Drop the rows of a shared forward that failed, and discard the snapshots of their prompts.

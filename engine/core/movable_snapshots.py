@@ -44,9 +44,9 @@ class MovableSnapshots:
         """
         known, chosen, covered = self._loads.prefixes.by_digest(), list[MovableSnapshot](), set[str]()
         for worth in sorted(self._worths(), key=lambda one: -one.density):
-            stored = worth.node
-            is_wanted = stored.lineage.is_shared or not shared_only
-            if not is_wanted or stored.pinned or stored.digest in covered or worth.probability < MIN_PROBABILITY:
+            node = worth.node
+            is_wanted = node.lineage.is_shared or not shared_only
+            if not is_wanted or node.pinned or node.digest in covered or worth.probability < MIN_PROBABILITY:
                 continue
             if len(chosen) == max_snapshots:
                 break
@@ -59,9 +59,9 @@ class MovableSnapshots:
         if (residence := self._loads.residents.leaving(conversation)) is None:
             return None
         keys = residence.keys
-        if (stored := self._loads.prefixes.last_of(keys)) is None:
+        if (node := self._loads.prefixes.last_of(keys)) is None:
             return None
-        worth = worth_of(stored, True, self._prefix.store, self._costs.prompt_s, self._memory_costs)
+        worth = worth_of(node, True, self._prefix.store, self._costs.prompt_s, self._memory_costs)
         return self._movable(worth, self._loads.prefixes.by_digest((*keys.turns, keys.system)))
 
     def densities(self) -> dict[str, float]:
@@ -94,21 +94,21 @@ class MovableSnapshots:
         return list(worths(self._prefix.store, self._costs.prompt_s, self._memory_costs))
 
     def _movable(self, worth: SnapshotWorth, known: Mapping[str, list[tuple[int, KnownPrefix]]]) -> MovableSnapshot:
-        stored, store = worth.node, self._prefix.store
+        node, store = worth.node, self._prefix.store
         here = dict(one for each in worth.path for one in known.get(each.digest, ()))  # nearest first
-        own = [key for key, each in here.items() if each.conversation is None and each.digest == stored.digest]
+        own = [key for key, each in here.items() if each.conversation is None and each.digest == node.digest]
         conversations = [each.conversation for each in here.values() if each.conversation is not None]
-        conversation = conversations[0] if conversations and not stored.lineage.is_shared else None
+        conversation = conversations[0] if conversations and not node.lineage.is_shared else None
         key = own[0] if own else conversation
         return MovableSnapshot(
-            digest=stored.digest,
-            num_tokens=stored.num_tokens,
+            digest=node.digest,
+            num_tokens=node.num_tokens,
             num_bytes=worth.num_bytes,
             rate=worth.rate,
-            idle_s=max(0.0, store.clock() - stored.used_s),
-            is_shared=stored.lineage.is_shared,
-            has_images=bool(stored.key.media),
-            key=int(stored.digest[:16], 16) if key is None else key,
+            idle_s=max(0.0, store.clock() - node.used_s),
+            is_shared=node.lineage.is_shared,
+            has_images=bool(node.key.media),
+            key=int(node.digest[:16], 16) if key is None else key,
             known=tuple(here.items())[:MAX_KNOWN],
             residence=self._loads.residents.leaving(conversation),
         )

@@ -4,17 +4,17 @@ from collections.abc import Mapping, Sequence
 
 from engine.core.batch import PLAIN, Drafts, ImageLeft, PromptChunk
 from engine.core.burst import Span, burst_s, may_burst, num_together
-from engine.core.memory.chunks import ChunkMemory
-from engine.core.prefill import (
-    FIXED_PARTS,
-    MAX_IDLE_STEP_S,
-    MIN_IDLE_STEP_S,
-    PrefillOrder,
-    StepBudget,
-)
+from engine.core.prefill_order import PrefillOrder, StepBudget
 from engine.core.prompt import Prompt
 from engine.core.request import Request
 from engine.core.scheduler_context import SchedulerContext
+
+MIN_IDLE_STEP_S, MAX_IDLE_STEP_S = 0.25, 1.5
+"""Bounds in seconds of a step's prefill time while no row decodes: new requests and aborts wait for the end of the
+step."""
+
+FIXED_PARTS = 20
+"""Within these bounds a step lasts this many times a forward's fixed time, which is then 5 % of it."""
 
 MIN_PREFILL_TOKENS = 16
 """Fewest prompt tokens per step while rows decode, whatever else the step computes."""
@@ -56,7 +56,7 @@ class PrefillScheduler:
         self.total_s = 0.0
         self._config = context.config
         self._costs = context.costs
-        self._memory = ChunkMemory(context.budget)
+        self._budget = context.budget
         self._evictable = context.evictable
         self._prefixes = context.prefixes
         self._has_bursts = context.has_bursts
@@ -94,7 +94,7 @@ class PrefillScheduler:
     def begin_step(self, drafts: Drafts) -> None:
         """Set the tokens and seconds that prefill may use in this step: decoding rows stall for at most max_stall_s."""
         self.drafts = drafts
-        self._memory.end_chunk()
+        self._budget.end_chunk()
         for prompt in self.in_progress:
             prompt.is_waiting = False
         config = self._config
@@ -148,9 +148,9 @@ class PrefillScheduler:
             if wanted < MIN_PREFILL_TOKENS or self._costs.chunk_s(wanted, row.num_prefilled) < min_s:
                 step.close()
                 return 0
-        self._memory.end_chunk()
+        self._budget.end_chunk()
         wanted = max(wanted, 1)
-        num_tokens = self._memory.reserve_chunk(row, wanted)
+        num_tokens = self._budget.reserve_chunk(row, wanted)
         return num_tokens if num_tokens == wanted else self._enlarged_chunk(row, num_tokens, wanted)
 
     def image_blocks(self, image: ImageLeft) -> int:
@@ -220,11 +220,11 @@ class PrefillScheduler:
 
     def _enlarged_chunk(self, row: Request, num_tokens: int, wanted: int) -> int:
         """Return the size of this prompt's chunk, after evicting snapshots for a larger one if that saves time."""
-        missing = self._memory.shortfall_bytes(row, wanted)
+        missing = self._budget.chunk_shortfall_bytes(row, wanted)
         start, end = row.num_prefilled, row.num_tokens
         saved_s = self._costs.prompt_s(start, end, num_tokens) - self._costs.prompt_s(start, end, wanted)
         if missing and self._evictable.price(missing) < saved_s and self._evictable.evict(missing):
-            return self._memory.reserve_chunk(row, wanted)
+            return self._budget.reserve_chunk(row, wanted)
         return num_tokens
 
     # Several prompts in one forward
@@ -275,11 +275,11 @@ class PrefillScheduler:
         """Reserve memory for the forward, evicting snapshots where that costs less time than the forward saves."""
         rows, longest = [chunk.row for chunk in chunks], max(span.num_tokens for span in spans)
         end = longest + max(span.start for span in spans)
-        missing = self._memory.reserve_burst(rows, longest, end)
+        missing = self._budget.reserve_burst(rows, longest, end)
         one_by_one_s = sum(self._costs.chunk_s(span.num_tokens, span.start) for span in spans)
         if not missing or self._evictable.price(missing) > one_by_one_s - burst_s(spans, self._costs):
             return not missing
-        return self._evictable.evict(missing) and not self._memory.reserve_burst(rows, longest, end)
+        return self._evictable.evict(missing) and not self._budget.reserve_burst(rows, longest, end)
 
 
 def _rounded_down(num_tokens: int) -> int:

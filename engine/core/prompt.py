@@ -26,7 +26,7 @@ class Prompt:
     rate, so that ranks need not change while they wait."""
     is_protected: bool = False
     """Whether it is protected from preemption for other requests, while it is computed and for ageing_s of decoding;
-    else two requests could preempt one another for ever. Set when its rows were preempted (`RequestQueue.requeue`), and
+    else two requests could preempt one another for ever. Set when its rows were preempted (`PromptQueue.requeue`), and
     by the scheduler when it is admitted after waiting for ageing_s."""
     has_output: bool = False
     """Whether its answer has begun: it has tokens, or another engine began it or another choice of its request."""
@@ -39,7 +39,7 @@ class Prompt:
     """Waiting time in seconds after which evicting snapshots for it is considered again."""
 
     num_expected: int = 0
-    """Tokens that the prefix cache would have served when the prompt was admitted."""
+    """Tokens that the prefix cache would have served at the last lookup before the prompt has begun."""
     session: PrefixCacheSession | None = None
     """Its use of the prefix cache; None before it begins, and without any."""
     is_waiting: bool = False
@@ -89,7 +89,7 @@ class Prompt:
         return self.row.num_tokens - self.row.num_prefilled
 
     @property
-    def num_patches(self) -> list[int]:
+    def patch_counts(self) -> list[int]:
         """Number of patches of each image that is not entirely before `start`."""
         row = self.row
         media = row.prompt_key.media if row.prompt_key is not None and self.start else ()

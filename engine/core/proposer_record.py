@@ -3,12 +3,21 @@
 from collections.abc import Collection
 from typing import Any, Literal
 
-from engine.config import DraftLimits
+from engine.config import DraftLimits, EngineConfig
 from engine.core.acceptance_watchdog import AcceptanceWatchdog
-from engine.core.batch import Drafts, Proposer, RowOutput
+from engine.core.batch import SELECTIVE, Drafts, Proposer, RowOutput
 from engine.core.draft_figures import AcceptanceRates
 
 Mode = Literal["auto", "off"] | DraftLimits
+
+
+def modes_of(config: EngineConfig) -> dict[Proposer, Mode]:
+    """Return the configuration of each proposer. With fixed limits a later one precedes those before it."""
+    return {
+        "mtp": config.mtp,
+        "draft_model": "off" if config.draft_model is None else config.draft_model.limits,
+        "prompt_lookup": config.prompt_lookup,
+    }
 
 
 class ProposerRecord:
@@ -35,7 +44,8 @@ class ProposerRecord:
         self.mode = "off" if self.reason else "auto" if self.limits is None else "fixed"
         self.acceptance = AcceptanceRates(max(self.lengths, default=0))
         self.watchdog = AcceptanceWatchdog(name)
-        self.row_share = 0.0 if name == "prompt_lookup" else 1.0
+        self._is_selective = name in SELECTIVE
+        self.row_share = 0.0 if self._is_selective else 1.0
         """Share of the rows for which it has drafts, as of the last outputs."""
         self._num_rounds = self._num_drafted = self._num_accepted = 0
 
@@ -64,11 +74,11 @@ class ProposerRecord:
             outputs: The rows' outputs.
             pays: See AcceptanceWatchdog.record.
         """
-        if self.name == "prompt_lookup":
+        if self._is_selective:
             self.row_share = sum(output.can_look_up for output in outputs) / len(outputs)
         own = [output for output in outputs if output.proposer == self.name and output.num_drafted]
         drafted = sum(output.num_drafted for output in own)
-        accepted = [output.num_accepted for output in (own if self.name == "prompt_lookup" or not own else outputs)]
+        accepted = [output.num_accepted for output in (own if self._is_selective or not own else outputs)]
         if drafted:
             self._num_rounds += 1
             self._num_drafted += drafted

@@ -3,17 +3,27 @@
 from collections.abc import Iterable
 
 from engine.config import EngineConfig
+from engine.core.batch import ModelRunner
 from engine.core.spec_prefill.plan import why_unfit
 from engine.protocol import MAX_TOP_LOGPROBS, ContextLengthExceeded, EngineRequest, InvalidRequest, ThoughtSpec
 
 
-def check_request(request: EngineRequest, config: EngineConfig, vocab_size: int, max_context_tokens: int) -> None:
+def check_request(request: EngineRequest, config: EngineConfig, runner: ModelRunner) -> None:
     """Check a request against the model's and the configuration's limits.
 
     Raises:
-        InvalidRequest: A field is out of range.
+        InvalidRequest: A field is out of range, or the model cannot do what the request asks for.
         ContextLengthExceeded: Prompt and output do not fit into the context.
     """
+    _check_limits(request, config, runner.vocab_size, runner.max_context_tokens)
+    _check_progress(request, runner.vocab_size)
+    _check_plan(request, runner.no_sparse)
+    _check_pooling(request, runner.no_pooling)
+    _check_prompt_logprobs(request)
+
+
+def _check_limits(request: EngineRequest, config: EngineConfig, vocab_size: int, max_context_tokens: int) -> None:
+    """Check that every field is in its range, and that prompt and output fit into the context."""
     num_prompt_tokens, sampling = len(request.token_ids), request.sampling
     if not num_prompt_tokens:
         raise InvalidRequest("the prompt has 0 tokens; it must have at least 1", "messages")
@@ -51,7 +61,7 @@ def _check_token_ids(token_ids: Iterable[int], vocab_size: int, kind: str, field
             raise InvalidRequest(f"{kind} id {token_id} is not between 0 and {vocab_size - 1}", field)
 
 
-def check_pooling(request: EngineRequest, no_pooling: str | None) -> None:
+def _check_pooling(request: EngineRequest, no_pooling: str | None) -> None:
     """Check that this model can compute the embedding or the score that a request asks for.
 
     Raises:
@@ -71,7 +81,7 @@ def check_pooling(request: EngineRequest, no_pooling: str | None) -> None:
             )
 
 
-def check_prompt_logprobs(request: EngineRequest) -> None:
+def _check_prompt_logprobs(request: EngineRequest) -> None:
     """Check that the logprobs of the prompt can be computed.
 
     Raises:
@@ -91,7 +101,7 @@ def check_prompt_logprobs(request: EngineRequest) -> None:
         )
 
 
-def check_progress(request: EngineRequest, vocab_size: int) -> None:
+def _check_progress(request: EngineRequest, vocab_size: int) -> None:
     """Check that the answers of another engine can be continued.
 
     Raises:
@@ -143,7 +153,7 @@ def _check_thought(thought: ThoughtSpec | None, vocab_size: int) -> None:
         raise InvalidRequest(f"the thought ends with token {thought.end_id}, which is not in closing_ids", "thought")
 
 
-def check_plan(request: EngineRequest, no_sparse: str | None) -> None:
+def _check_plan(request: EngineRequest, no_sparse: str | None) -> None:
     """Check that a sparse plan belongs to its prompt and that this model can execute it.
 
     Raises:

@@ -1,27 +1,23 @@
 """The life cycle of rows: queued, admitted, prefilling, decoding, preempted, finished. Pure; touches no array."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from engine import retry_after
 from engine.core.admission import Admission
 from engine.core.batch import NO_TOKEN, PLAIN, Drafts, PrefillOutput, RowOutput
-from engine.core.memory.victims import Preemption, Victim
+from engine.core.preemption import Preemption, Victim
 from engine.core.prefill_scheduler import PrefillScheduler
 from engine.core.prompt import Prompt
+from engine.core.prompt_queue import PromptQueue
 from engine.core.request import Request, RequestState, by_prompt
 from engine.core.request_figures import RequestFigures
-from engine.core.request_queue import RequestQueue
 from engine.core.scheduler_context import SchedulerContext
-from engine.core.scheduler_output import Chunks, PreemptedRows, ReleasedRows, SchedulerOutput
+from engine.core.scheduler_output import PreemptedRows, Published, ReleasedRows
 from engine.core.stats import Stats
 from engine.core.timeline_recorder import Load, TimelineRecorder
 from engine.core.virtual_token_counter import VirtualTokenCounter
-from engine.protocol import FinishReason, QueuedRequest, TokenChunk
+from engine.protocol import FinishReason, TokenChunk
 from engine.timeline import PreemptionReason
-
-MAX_SHOWN = 32
-"""How many queued requests the status page lists."""
 
 
 class Scheduler:
@@ -35,6 +31,7 @@ class Scheduler:
 
     Attributes:
         budget: The memory budget.
+        queue: The queued prompts.
         prefills: The prompts in progress; chooses which of them advance in a step.
         figures: Histograms and counters over the rows that have ended.
     """
@@ -47,25 +44,20 @@ class Scheduler:
         self._stats = stats
         self.figures = RequestFigures()
         self._shares = VirtualTokenCounter()
-        self._queue = RequestQueue(context.config.scheduler, self._shares, context.clock)
+        self.queue = PromptQueue(context.config.scheduler, self._shares, context.clock)
         self._rows: dict[str, list[Request]] = {}  # request id -> its unfinished rows
         self._running: dict[str, Request] = {}  # row id -> decoding row, in the order of joining
         self.prefills = PrefillScheduler(context, self._running)
         self._preemption = Preemption(context, self._shares, self._running)
         self._admission = Admission(
-            context, queue=self._queue, running=self._running, prefills=self.prefills, preemption=self._preemption
+            context, queue=self.queue, running=self._running, prefills=self.prefills, preemption=self._preemption
         )
         self._released = ReleasedRows()
 
     @property
     def num_waiting(self) -> int:
-        """Queued requests, preempted rows included."""
-        return len(self._queue)
-
-    @property
-    def queued(self) -> list[Prompt]:
-        """The queued prompts by rank. Not a copy: the caller must not change it."""
-        return self._queue.prompts
+        """Queued prompts, those of preempted rows included."""
+        return len(self.queue)
 
     @property
     def decoding(self) -> list[Request]:
@@ -83,30 +75,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queue or self._running or self._released.row_ids or self.prefills.in_progress)
-
-    def queue(self) -> tuple[QueuedRequest, ...]:
-        """Return the first MAX_SHOWN queued requests in the order in which they would be admitted now."""
-        needs = self.budget.needs
-        return tuple(
-            QueuedRequest(
-                prompt.row.spec.request_id,
-                position,
-                len(prompt.rows),
-                needs.min_bytes(needs.need(prompt.rows)),
-                self._queue.waited_s(prompt),
-                self._queue.expected_wait_s(position),
-                prompt.has_output,
-            )
-            for position, prompt in enumerate(self._queue.order()[:MAX_SHOWN], 1)
-        )
+        return bool(self.queue or self._running or self._released.row_ids or self.prefills.in_progress)
 
     def expected_wait_s(self) -> float | None:
         """Predict the queueing time of a request that arrives now; None if unknown."""
-        return self._queue.expected_wait_s(len(self._queue) + 1) if self._queue else 0.0
+        return self.queue.expected_wait_s(len(self.queue) + 1) if self.queue else 0.0
 
     def add(self, rows: Sequence[Request], arrived_s: float | None = None) -> None:
-        """Queue a request; answers that another engine began come before all requests of the same priority.
+        """Queue a request; answers that another engine began come before all prompts of the same priority.
 
         The prompt of such a request is charged to its client once, and the tokens of the other engine are not charged:
         that engine has charged them as output.
@@ -123,44 +99,34 @@ class Scheduler:
         self._rows[spec.request_id] = list(rows)
         self._shares.opened(spec.client, len(rows))
         if not spec.progress:
-            self._queue.push(rows)
+            self.queue.push(rows)
             return
         first, *others = by_prompt(rows)
         for sharing in others:
             for row in sharing:
                 row.num_charged = row.num_input_tokens
         for sharing in reversed([first, *others]):  # each is queued before the ones after it
-            self._queue.requeue(sharing)
+            self.queue.requeue(sharing)
 
     def abort(self, request_id: str) -> None:
         """Remove all rows of a request, in whatever state they are. Unknown ids are ignored."""
         for row in list(self._rows.get(request_id, ())):
             self._stats.num_aborted += 1
             self._remove(row, FinishReason.ABORT)
-            self._released.aborted[row.id] = TokenChunk((), FinishReason.ABORT, index=row.index, timeline=row.timeline)
+            self._released.aborted[row.id] = _last_chunk(row, FinishReason.ABORT)
 
     def suspend_all(self) -> None:
         """Return all decoding rows and prompts in progress to the queue, with their snapshots kept as by `preempt`."""
         for victim in (*self.prefills.in_progress, *self._running.values()):
             self._requeue(victim)
 
-    def move_queued(self) -> Chunks:
+    def move_queued(self) -> Published:
         """End all queued rows, so that another engine continues them; return their last chunks."""
-        rows = [row for prompt in self._queue.order() for row in prompt.rows]
+        rows = [row for prompt in self.queue.order() for row in prompt.rows]
         self._stats.num_moved += len(rows)
         for row in rows:
             self._remove(row, FinishReason.MOVED)
-        return {
-            row.id: TokenChunk(
-                (),
-                FinishReason.MOVED,
-                index=row.index,
-                num_cached=row.num_cached,
-                num_skipped=row.num_skipped,
-                timeline=row.timeline,
-            )
-            for row in rows
-        }
+        return {row.id: _last_chunk(row, FinishReason.MOVED) for row in rows}
 
     def preempt(self, victim: Victim, reason: PreemptionReason) -> None:
         """Preempt a decoding row or a prompt in progress: requeue its rows at the head of their priority class.
@@ -199,7 +165,7 @@ class Scheduler:
             row.num_charged = max(row.num_charged, num_computed)
             row.state, row.num_prefilled = RequestState.WAITING, 0
             self.budget.release(row.id)
-        self._queue.requeue(rows, None if rows[0].output_token_ids else arrived_s)
+        self.queue.requeue(rows, None if rows[0].output_token_ids else arrived_s)
         return rows
 
     def take_released(self) -> ReleasedRows:
@@ -207,17 +173,22 @@ class Scheduler:
         released, self._released = self._released, ReleasedRows()
         return released
 
-    def schedule(self, drafts: Drafts = PLAIN) -> SchedulerOutput:
-        """Decide the first half of a step: expiry, reservations and admission.
+    def schedule(self, drafts: Drafts = PLAIN) -> ReleasedRows:
+        """Decide the first half of a step: expiry, reservations and admission. All running rows decode then.
+
+        Chunks of prompts follow one by one, see `next_prompt`.
 
         Args:
             drafts: The drafts that each decoding row verifies in this step.
+
+        Returns:
+            Rows that must be dropped before the decode step.
         """
         self._expire()
         self.prefills.begin_step(drafts)
         if self._extend_rows():
             self._admit(may_preempt=True)
-        return SchedulerOutput(self.take_released(), bool(self._running))
+        return self.take_released()
 
     def next_prompt(self) -> Prompt | None:
         """Return the next prompt to advance in this step; None if the step has no time or prompt left."""
@@ -227,7 +198,7 @@ class Scheduler:
             self._admit(may_preempt=False)
         return self.prefills.choose()
 
-    def update_decode(self, outputs: Mapping[str, RowOutput]) -> Chunks:
+    def update_decode(self, outputs: Mapping[str, RowOutput]) -> Published:
         """Give the rows their new tokens. Outputs of rows that are no longer running are discarded."""
         self._stats.max_rows_in_a_step = max(self._stats.max_rows_in_a_step, len(outputs))
         now = self._clock()
@@ -237,7 +208,7 @@ class Scheduler:
             if row_id in outputs
         }
 
-    def update_preempted(self, outputs: Mapping[str, RowOutput], rows: Sequence[Request]) -> Chunks:
+    def update_preempted(self, outputs: Mapping[str, RowOutput], rows: Sequence[Request]) -> Published:
         """Give preempted rows the tokens of the step in flight; some rows may finish with them."""
         now = self._clock()
         chunks = {row.id: self._take(row, outputs[row.id], now) for row in rows if row.id in outputs}
@@ -245,7 +216,7 @@ class Scheduler:
             row.num_charged = max(row.num_charged, row.num_tokens)
         return chunks
 
-    def update_prefill(self, prompt: Prompt, output: PrefillOutput) -> Chunks:
+    def update_prefill(self, prompt: Prompt, output: PrefillOutput) -> Published:
         """Account for a chunk of a prompt; after its last chunk its rows join the decode batch."""
         for row in prompt.rows:
             row.num_prefilled += output.num_tokens
@@ -276,36 +247,38 @@ class Scheduler:
             self._running[row.id] = row
         self.prefills.step.limit(self._config.scheduler.max_stall_s)  # rows decode now
 
-    def fail_rows(self, error: str) -> Chunks:
+    def fail_rows(self, error: str) -> Published:
         """Fail every decoding row after the runner was reset: a failed step may have touched any of them."""
         return self._fail(list(self._running.values()), error, retry_after.STEP_FAILED_S)
 
-    def fail_prefill(self, prompt: Prompt, error: str, retry_after_s: float | None = None) -> Chunks:
+    def fail_prefill(self, prompt: Prompt, error: str, retry_after_s: float | None = None) -> Published:
         """Fail the rows of a prompt in progress. retry_after_s: see TokenChunk."""
         return self._fail(list(prompt.rows), error, retry_after_s)
 
     def _expire(self) -> None:
-        for prompt in self._queue.expired():
+        for prompt in self.queue.expired():
             limit_s = self._config.scheduler.queue_timeout_s
-            waited_s = self._queue.waited_s(prompt)
+            waited_s = self.queue.waited_s(prompt)
             error = f"waited {waited_s:.0f} s in the queue; the limit is {limit_s:g} s (queue_timeout_s)"
             for row in list(prompt.rows):
                 self._stats.num_expired += 1
                 self._remove(row, FinishReason.EXPIRED)
-                chunk = TokenChunk((), FinishReason.EXPIRED, error, row.index, timeline=row.timeline)
                 retry_after_s = self.expected_wait_s() or retry_after.STEP_FAILED_S
-                self._released.failed[row.id] = replace(chunk, retry_after_s=retry_after_s)
+                self._released.failed[row.id] = _last_chunk(row, FinishReason.EXPIRED, error, retry_after_s)
 
     def _extend_rows(self) -> bool:
         """Extend the reservations of rows that have used theirs up, the oldest row first, preempting others if needed.
 
         Returns:
-            False if a prompt in progress was preempted, or the only row has failed: no request is admitted before the
+            False if a prompt in progress was preempted, or the only row has failed: no prompt is admitted before the
             runner has dropped it.
         """
         keeps = True
         for row in list(self._running.values()):
-            while row.id in self._running and self.budget.needs_more_slots(row) and not self._extend_row(row):
+            while row.id in self._running and self.budget.needs_more_slots(row):
+                missing = self.budget.extend(row)
+                if not missing or (self._evictable.evict(missing) and not self.budget.extend(row)):
+                    break
                 if len(self._running) == 1 and not self.prefills.in_progress:
                     self._released.failed |= self._fail_out_of_memory([row], self.budget.extend(row))
                     keeps = False
@@ -317,21 +290,17 @@ class Scheduler:
                     self.preempt(victim, "growth")
         return keeps
 
-    def _extend_row(self, row: Request) -> bool:
-        missing = self.budget.extend(row)
-        return not missing or (self._evictable.evict(missing) and not self.budget.extend(row))
-
-    def _fail_out_of_memory(self, rows: list[Request], missing: int) -> Chunks:
-        """Fail the only request in the engine: its memory was checked on arrival and should have sufficed."""
+    def _fail_out_of_memory(self, rows: list[Request], missing: int) -> Published:
+        """Fail the only prompt in the engine: its memory was checked on arrival and should have sufficed."""
         limit = self.budget.needs.limit_bytes
         error = f"the request needs {missing} more bytes of memory; the budget is {limit} bytes"
         return self._fail(rows, error, retry_after.STEP_FAILED_S)
 
     def _admit(self, may_preempt: bool) -> None:
-        """Admit queued requests while the prompts in progress leave time in the step, or if their prompts are shorter.
+        """Admit queued prompts while the prompts in progress leave time in the step, or if they are shorter.
 
         Args:
-            may_preempt: Whether the step has not begun, so that rows may be preempted for an urgent request.
+            may_preempt: Whether the step has not begun, so that rows may be preempted for an urgent prompt.
         """
         admission = self._admission
         while (prompt := admission.next_queued()) is not None:
@@ -357,9 +326,9 @@ class Scheduler:
         return None if victims else self._admission.choose_backfill(head)
 
     def _start_prefill(self, prompt: Prompt) -> None:
-        """Admit a request whose memory is reserved, and begin its prefill."""
-        self._queue.remove_admitted(prompt)
-        prompt.is_protected |= self._queue.waited_s(prompt) >= self._config.scheduler.ageing_s
+        """Admit a prompt whose memory is reserved, and begin its prefill."""
+        self.queue.remove_admitted(prompt)
+        prompt.is_protected |= self.queue.waited_s(prompt) >= self._config.scheduler.ageing_s
         now = self._clock()
         for row in prompt.rows:
             row.state = RequestState.PREFILL
@@ -370,8 +339,12 @@ class Scheduler:
         """Apply the output of a decode step, or of a prefill, to its row; return the chunk to publish at `now`."""
         if output.error is not None:
             return self._fail([row], output.error)[row.id]
-        if row.spec.pooling is not None:
-            return self._finish_embedding(row, output)
+        if row.spec.pooling is not None and output.embedding is None:
+            return self._fail([row], "the hidden states contain NaN or inf")[row.id]
+        if output.embedding is not None:
+            self._stats.num_finished += 1
+            self._remove(row, FinishReason.STOP)
+            return _last_chunk(row, FinishReason.STOP, embedding=output.embedding)
         new, reason = _appended(row, output.token_ids)
         num_accepted = min(output.num_accepted, len(new))
         if is_step:
@@ -403,39 +376,20 @@ class Scheduler:
             timeline=row.timeline,
         )
 
-    def _finish_embedding(self, row: Request, output: RowOutput) -> TokenChunk:
-        if output.embedding is None:
-            return self._fail([row], "the hidden states contain NaN or inf")[row.id]
-        self._stats.num_finished += 1
-        self._remove(row, FinishReason.STOP)
-        return TokenChunk((), FinishReason.STOP, index=row.index, embedding=output.embedding, timeline=row.timeline)
-
-    def _fail(self, rows: list[Request], error: str, retry_after_s: float | None = None) -> Chunks:
+    def _fail(self, rows: list[Request], error: str, retry_after_s: float | None = None) -> Published:
         self._stats.num_failed += len(rows)
         for row in rows:
             self._remove(row, FinishReason.ERROR)
-        return {
-            row.id: TokenChunk(
-                (),
-                FinishReason.ERROR,
-                error,
-                row.index,
-                num_cached=row.num_cached,
-                num_skipped=row.num_skipped,
-                retry_after_s=retry_after_s,
-                timeline=row.timeline,
-            )
-            for row in rows
-        }
+        return {row.id: _last_chunk(row, FinishReason.ERROR, error, retry_after_s) for row in rows}
 
     def _load(self) -> Load:
         num_tokens = sum(prompt.end - prompt.start for prompt in self.prefills.in_progress)
-        return Load(len(self._queue), len(self._running), num_tokens, self.expected_wait_s())
+        return Load(len(self.queue), len(self._running), num_tokens, self.expected_wait_s())
 
     def _remove(self, row: Request, reason: FinishReason) -> None:
         self.figures.ended(row, row.end_timeline(self._clock(), reason))
         if row.state is RequestState.WAITING:
-            self._queue.remove(row)
+            self.queue.remove(row)
         else:
             if row.state is RequestState.RUNNING:
                 del self._running[row.id]
@@ -448,6 +402,27 @@ class Scheduler:
         rows.remove(row)
         if not rows:
             del self._rows[row.spec.request_id]
+
+
+def _last_chunk(
+    row: Request,
+    reason: FinishReason,
+    error: str | None = None,
+    retry_after_s: float | None = None,
+    embedding: bytes | None = None,
+) -> TokenChunk:
+    """Return the last chunk of a row that has ended without further tokens; see TokenChunk."""
+    return TokenChunk(
+        token_ids=(),
+        finish_reason=reason,
+        error=error,
+        index=row.index,
+        num_cached=row.num_cached,
+        num_skipped=row.num_skipped,
+        retry_after_s=retry_after_s,
+        embedding=embedding,
+        timeline=row.timeline,
+    )
 
 
 def _appended(row: Request, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:

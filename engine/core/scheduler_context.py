@@ -44,7 +44,8 @@ class SchedulerContext:
     clock: Callable[[], float]
     """Returns monotonic seconds."""
     costs: CostModel
-    """Predicts seconds; PrefillScheduler records measurements in it."""
+    """Predicts seconds from what has been measured. The engine core records decode steps, PrefillScheduler chunks and
+    images, and the prefix cache what it reads from disk and other nodes."""
     budget: MemoryBudget
     """Memory reserved for rows and prompts."""
     evictable: Evictable

@@ -1,4 +1,4 @@
-"""The scheduler's decisions: what a step decodes, and which rows it releases."""
+"""What the scheduler returns: tokens to publish, and the rows that it releases."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,13 +7,16 @@ from engine.core.prompt import Prompt
 from engine.core.request import Request
 from engine.protocol import TokenChunk
 
-Chunks = dict[str, TokenChunk]
+Published = dict[str, TokenChunk]
 """Row id -> the row's new tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreemptedRows:
-    """A preempted decoding row, or all rows of a preempted prompt in progress; they are queued again, as a new one."""
+    """A decoding row, or all rows of a prompt in progress, that have returned to the queue as a new prompt.
+
+    They were preempted for others, suspended to be moved to another engine, or must be admitted again.
+    """
 
     rows: Sequence[Request]
     prompt: Prompt
@@ -35,12 +38,12 @@ class ReleasedRows:
     """Their memory is reserved for others already, so they are dropped before the next forward."""
     completed: list[Request] = field(default_factory=list)
     """Rows with complete answers, snapshotted while the runner has them."""
-    failed: Chunks = field(default_factory=dict)
+    failed: Published = field(default_factory=dict)
     """Final chunks of rows that expired in the queue or ran out of memory."""
-    aborted: Chunks = field(default_factory=dict)
+    aborted: Published = field(default_factory=dict)
     """Final chunks of aborted rows."""
     finished: list[Request] = field(default_factory=list)
-    """Rows that the runner has and that will get no more tokens; their memory is reserved until they are dropped."""
+    """Rows that the runner has and that will get no more tokens; their memory is reserved until they are released."""
 
     @property
     def rows(self) -> list[Request]:
@@ -56,14 +59,3 @@ class ReleasedRows:
     def prompts(self) -> list[Prompt]:
         """The prompts of the rows to drop, those included that are computed already."""
         return [*(row.prompt for row in self.finished), *(one.prompt for one in self.preempted)]
-
-
-@dataclass(slots=True)
-class SchedulerOutput:
-    """The first half of a step: rows to release, then a decode step of all running rows.
-
-    Chunks of prompts follow one by one, see Scheduler.next_prompt.
-    """
-
-    released: ReleasedRows
-    decode: bool

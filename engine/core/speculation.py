@@ -33,7 +33,7 @@ class SpeculationController:
     precedes a fixed MTP head or draft model where rows have matches.
 
     Args:
-        modes: The configuration of each proposer.
+        modes: The configuration of each proposer, in the order of `modes_of`.
         costs: Predicts the seconds of decode steps; its choices are those of the runner.
         no_drafts: Why the runner offers no drafts of a proposer, see ModelRunner.
     """
@@ -53,10 +53,6 @@ class SpeculationController:
         self._loss = 0.0  # predicted tokens per row that the next step loses against the current choice
         self._most_rows = 0
         self.num_switches = 0
-
-    @property
-    def num_watchdog_trips(self) -> int:
-        return sum(record.watchdog.num_trips for record in self._records)
 
     def choose(self, num_rows: int) -> Drafts:
         """Return the drafts of the next decode step."""
@@ -103,11 +99,9 @@ class SpeculationController:
 
     def _fixed(self, num_rows: int) -> Drafts | None:
         """Return the drafts that the configuration fixes; None where `auto` decides."""
-        by_name = {record.name: record for record in self._records}
-        for name in ("prompt_lookup", "draft_model", "mtp"):
-            record = by_name.get(name)
-            if record is not None and record.row_share and (k := record.fixed_length(num_rows)):
-                return Drafts(k, name)
+        for record in reversed(self._records):
+            if record.row_share and (k := record.fixed_length(num_rows)):
+                return Drafts(k, record.name)
         return None
 
     def _choose_best(self, num_rows: int) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
-from engine.core.scheduler_output import Chunks
+from engine.core.scheduler_output import Published
 from engine.protocol import EngineFailed, EngineRequest, TokenChunk
 from engine.self_test.agreement import Answer
 from engine.snapshot_store.files import SnapshotFiles
@@ -61,7 +61,7 @@ class CoreRun:
         """Return how many tokens a request has so far."""
         return sum(len(chunk.token_ids) for chunk in self._chunks.get(f"{request_id}/0", ()))
 
-    def _publish(self, chunks: Chunks) -> None:
+    def _publish(self, chunks: Published) -> None:
         self._read_accounts()
         for row_id, chunk in chunks.items():
             self._chunks.setdefault(row_id, []).append(chunk)

@@ -112,11 +112,6 @@ class SnapshotFiles:
                 return file.meta
             return write.meta if write is not None else None
 
-    def parent_of(self, digest: str) -> str | None:
-        """Return the digest of the parent of a snapshot that `load` would find ('' for none); None without one."""
-        meta = self.meta_of(digest)
-        return meta.parent if meta is not None else None
-
     @property
     def max_bytes(self) -> int:
         """Limit of the bytes of all files."""

@@ -22,6 +22,7 @@ from engine.worker.pool_layer import PooledCache, PoolInputs, Windows, at_slots,
 from engine.worker.prefill import PromptState
 from engine.worker.quantized_kv import format_of
 from engine.worker.recurrent_layer import stacked
+from engine.worker.rewind import has_recurrent_layers
 from engine.worker.row_kinds import is_recurrent, kind_of
 from engine.worker.window_layer import last_tokens
 
@@ -242,7 +243,7 @@ class BurstPrefill:
         kernels may compute. Rounding of low precision grows with the layers (0.18 of a state in 32 layers of bfloat16),
         so there the first recurrent layer decides, and the others only have to be near.
         """
-        if not any(is_recurrent(layer) for layer in self._language_model.make_cache()):
+        if not has_recurrent_layers(self._language_model):
             return True
         first, *others = [self._padded_states(padding_id) for padding_id in PADDING_IDS]
         if not all(mx.array_equal(*pair).item() for other in others for pair in zip(first, other, strict=True)):
@@ -255,7 +256,7 @@ class BurstPrefill:
 
         RecurrentGemma does not normalize the input of a prompt's first token, but that of any token behind a state.
         """
-        if not any(is_recurrent(layer) for layer in self._language_model.make_cache()):
+        if not has_recurrent_layers(self._language_model):
             return True
         begun = self._states_of_a_token(None)
         return self._differ_by_rounding(begun, self._states_of_a_token([mx.zeros_like(state) for state in begun]))

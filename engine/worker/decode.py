@@ -126,7 +126,7 @@ class DecodeGroup:
         """Copy KV segments lent to the row at `index` back; the row stays."""
         layers = [*self._cache.layers, *([] if self._drafter is None else self._drafter.layers)]
         num_layers = sum(map(appends, layers))
-        if num_layers == len(segments[0].ends):  # the MTP head's layers may have been dropped
+        if num_layers == len(segments[0].ends):  # the drafter's layers may have been dropped
             fill(segments, layers, index)
 
     def remove(self, stay: list[int], lent: Mapping[int, Sequence[KVSegment]]) -> None:
@@ -235,7 +235,7 @@ class DecodeGroup:
         positions = first_position[:, None] + mx.arange(num_drafts + 1)
         noise = self._sampling.noise(positions)
         tokens = self._newest[:, None]
-        if num_drafts and drafts.proposer == "prompt_lookup":
+        if num_drafts and drafts.is_selective:
             tokens = mx.concatenate([tokens, self._look_up(num_drafts)], axis=1)
         elif num_drafts:
             tokens = mx.concatenate([tokens, self._draft(num_drafts, positions, noise, longest)], axis=1)
@@ -248,7 +248,7 @@ class DecodeGroup:
             num_accepted, num_kept = self._acceptance.count(tokens, sampled.tokens, positions)
             if not all(has_drafts):
                 num_kept = mx.where(mx.array(has_drafts), num_kept, 1)
-        self._commit(sampled.tokens, hidden, num_kept, longest, num_drafts > 0 and drafts.proposer != "prompt_lookup")
+        self._commit(sampled.tokens, hidden, num_kept, longest, num_drafts > 0 and not drafts.is_selective)
         rows = list(self.rows)
         results = sampled.tokens, num_kept, num_accepted, sampled.logprobs
         return self._start(PendingStep(rows, drafts, has_drafts, *results))
@@ -257,7 +257,7 @@ class DecodeGroup:
         """Return which rows can be given these drafts. With prompt lookup it reads the step before."""
         if not drafts.num_tokens:
             return [False] * len(self.rows)
-        if drafts.proposer != "prompt_lookup":
+        if not drafts.is_selective:
             return [self._drafter is not None] * len(self.rows)
         if self._launched is not None:
             self._launched.read()
@@ -317,7 +317,7 @@ class DecodeGroup:
             hidden: [B, k + 1, hidden]; None if the model returns none.
             num_kept: int32 [B], how many of the samples each row keeps; None for the only one.
             longest: At least the rows' most cached tokens before the step.
-            head_is_current: Whether the MTP head has read all pairs before this step, because it drafted.
+            head_is_current: Whether the drafter has read all pairs before this step, because it drafted.
         """
         kept = mx.ones_like(self._lengths) if num_kept is None else num_kept
         before, self._lengths = self._lengths, self._lengths + kept

@@ -8,7 +8,7 @@ from engine.worker.draft_model import DraftModel
 from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import DraftHead
 from engine.worker.recurrent_layer import BatchRecurrentLayer
-from engine.worker.rewind import is_recurrent, rewind_unsupported_reason
+from engine.worker.rewind import has_recurrent_layers, rewind_unsupported_reason
 
 MTP_LENGTHS = (1, 2, 3)
 """Draft tokens per row that `auto` chooses from. Heads are trained for one to two tokens ahead; a fourth is rarely
@@ -46,7 +46,7 @@ def drafts_offered(
     elif (reason := rewind_unsupported_reason(language_model)) is not None:
         reasons["prompt_lookup"] = reason
     else:
-        keeps_states = is_recurrent(language_model) and not BatchRecurrentLayer.is_factored
+        keeps_states = has_recurrent_layers(language_model) and not BatchRecurrentLayer.is_factored
         lengths = SHORT_LOOKUP_LENGTHS if keeps_states or head is not None else LOOKUP_LENGTHS
         drafts += [Drafts(k, "prompt_lookup") for k in _lengths(config.prompt_lookup, lengths)]
     return tuple(drafts), reasons

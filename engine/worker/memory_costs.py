@@ -187,7 +187,7 @@ def _decoding(runner: ModelRunner, drafts: Sequence[Drafts]) -> int:
 
     A head or draft model computes and stores more than prompt lookup does with as many tokens, so it goes first.
     """
-    most = sorted(drafts, key=lambda one: (one.num_tokens, one.proposer != "prompt_lookup"))[-1:]
+    most = sorted(drafts, key=lambda one: (one.num_tokens, not one.is_selective))[-1:]
     return max(_peak(lambda one=one: _steps(runner, one)) for one in (PLAIN, *most))
 
 

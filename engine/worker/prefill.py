@@ -49,7 +49,7 @@ class PromptState:
     image_index: np.ndarray
     """int32 [n], indices of the image tokens among token_ids."""
     head_cache: SequenceCache | None = None
-    """The MTP head's cache; None without a head."""
+    """The cache of the MTP head or draft model; None without either."""
     hidden: mx.array | None = None
     """Last hidden state [1, 1, hidden], which the head has not read yet; None without a head."""
     features: list[mx.array] = field(default_factory=list)
@@ -71,7 +71,7 @@ class PromptState:
 
     @property
     def layers(self) -> SequenceCache:
-        """Layers of the target's cache, then of the MTP head's."""
+        """Layers of the target's cache, then of that of the MTP head or draft model."""
         return [*self.cache, *(self.head_cache or [])]
 
     @property

@@ -9,7 +9,7 @@ from engine.worker.language_model import LanguageModel
 from engine.worker.recurrent_layer import NotRewindable
 
 
-def is_recurrent(language_model: LanguageModel) -> bool:
+def has_recurrent_layers(language_model: LanguageModel) -> bool:
     """Return whether any layer has a recurrent state."""
     return any(map(row_kinds.is_recurrent, language_model.make_cache()))
 
@@ -20,7 +20,7 @@ def rewind_unsupported_reason(language_model: LanguageModel) -> str | None:
     A recurrent family must update its states through the cache's methods, which record what a return needs. Whether it
     does is seen by building, but not computing, a forward of two tokens.
     """
-    if not is_recurrent(language_model):
+    if not has_recurrent_layers(language_model):
         return None
     row = language_model.make_cache()
     one, two = np.zeros((3, 1, 1), np.int32), mx.array([[1, 2]], mx.int32)

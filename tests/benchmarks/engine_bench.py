@@ -36,7 +36,7 @@ from engine.config import EngineConfig, MTPConfig
 from engine.core.batch import PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.core.engine_core import EngineCore
 from engine.core.request import Request
-from engine.core.scheduler_output import Chunks
+from engine.core.scheduler_output import Published
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
@@ -305,7 +305,7 @@ class DraftBench:
         return self.runner.counts
 
 
-def raise_errors(chunks: Chunks) -> None:
+def raise_errors(chunks: Published) -> None:
     if errors := [chunk.error for chunk in chunks.values() if chunk.error is not None]:
         raise EngineFailed(errors[0])
 

@@ -34,7 +34,7 @@ from engine.config import EngineConfig
 from engine.core.batch import Drafts
 from engine.core.engine_core import EngineCore
 from engine.core.request import Request
-from engine.core.scheduler_output import Chunks
+from engine.core.scheduler_output import Published
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.model_runner import MLXRunner, load_runner
@@ -95,7 +95,7 @@ def run_all(core: EngineCore, requests: Sequence[EngineRequest], outputs: dict[s
 def make_core(runner: MLXRunner, settings: EngineConfig) -> tuple[EngineCore, dict[str, list[int]]]:
     outputs: dict[str, list[int]] = {}
 
-    def publish(chunks: Chunks) -> None:
+    def publish(chunks: Published) -> None:
         for row_id, chunk in chunks.items():
             assert chunk.error is None, chunk.error
             outputs.setdefault(row_id, []).extend(chunk.token_ids)

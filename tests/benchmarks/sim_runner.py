@@ -29,7 +29,7 @@ from engine.core.batch import (
 from engine.core.engine_core import EngineCore
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request, RequestState
-from engine.core.scheduler_output import Chunks
+from engine.core.scheduler_output import Published
 from engine.placement import ConversationKeys
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams, TokenChunk
 from engine.snapshot_store.files import MAX_QUEUED_BYTES, SnapshotMeta
@@ -485,9 +485,6 @@ class ClockFiles:
     def meta_of(self, digest: str) -> SnapshotMeta | None:
         return self._files[digest].meta if digest in self._files else None
 
-    def parent_of(self, digest: str) -> str | None:
-        return self._files[digest].meta.parent if digest in self._files else None
-
     def save(self, meta: SnapshotMeta, arrays: dict[str, np.ndarray]) -> bool:
         now, num_bytes = self._clock(), sum(array.nbytes for array in arrays.values())
         queued = sum(
@@ -687,7 +684,7 @@ class Simulation:
         self.runner.answers[request_id] = [*ask.answer, STOP]
         self.core.add_request(self.core.clamp_max_tokens(request))
 
-    def _published(self, chunks: Chunks) -> None:
+    def _published(self, chunks: Published) -> None:
         for row_id, chunk in chunks.items():
             if chunk.finish_reason is FinishReason.ABORT:  # the client's own wish
                 continue

@@ -9,7 +9,7 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
-from engine.core.scheduler_output import Chunks
+from engine.core.scheduler_output import Published
 from engine.protocol import EngineRequest, FinishReason, TokenChunk
 
 
@@ -41,7 +41,7 @@ class Driver:
         more |= {} if poll is None else {"poll": poll}
         self.core = EngineCore(config or EngineConfig(), runner, self._publish, **more)
 
-    def _publish(self, chunks: Chunks) -> None:
+    def _publish(self, chunks: Published) -> None:
         for row_id, chunk in chunks.items():
             request_id, _, index = row_id.rpartition("/")
             assert chunk.index == int(index)

@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
 from engine.core.request import Matcher
-from engine.core.scheduler_output import Chunks
+from engine.core.scheduler_output import Published
 from engine.grammar_compilers import GrammarCompilers
 from engine.protocol import (
     Boundary,
@@ -103,7 +103,7 @@ class FaultyEngine(AsyncEngine):
         super().__init__(config, lambda config, progress: faulty_runner(make_runner(config, progress), faults))
         self._grammars = FaultyGrammars(config, faults)
 
-    def _publish(self, chunks: Chunks) -> None:
+    def _publish(self, chunks: Published) -> None:
         self.faults.around(super()._publish, "publish")(chunks)
 
 

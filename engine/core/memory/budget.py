@@ -15,7 +15,14 @@ from engine.core.batch import ModelRunner
 from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.evictable import Evictable
 from engine.core.memory.grouping import DecodeGroupPlan, Grouping
-from engine.core.memory.needs import MemoryNeed, MemoryNeeds, PrefillReservation
+from engine.core.memory.needs import (
+    MIN_CHUNK_TOKENS,
+    MemoryNeed,
+    MemoryNeeds,
+    PrefillReservation,
+    largest,
+    step_bytes,
+)
 from engine.core.request import Request
 from engine.protocol import EngineFailed
 
@@ -84,10 +91,10 @@ class MemoryBudget:
         self.num_underestimates = 0
 
     def shortfall_bytes(self, rows: Sequence[Request], without: Collection[str] = (), growth_tokens: int = 0) -> int:
-        """Return how many bytes to free for a request's rows and its prompt; 0 if they fit.
+        """Return how many bytes to free for a prompt and its rows; 0 if they fit.
 
         Args:
-            rows: The request's rows.
+            rows: The rows that share the prompt.
             without: Ids of rows to ignore, as if they had been dropped.
             growth_tokens: Predicted tokens that each decoding row generates before the prompt is computed. Rows that
                 outgrow their reservations by then count with the extended ones.
@@ -96,10 +103,10 @@ class MemoryBudget:
         return missing
 
     def group_shortfall_bytes(self, rows: Sequence[Request], growth_tokens: int = 0) -> int:
-        """Return how many bytes to free for a request's rows to join an existing decode group; 0 if none.
+        """Return how many bytes to free for a prompt's rows to join an existing decode group; 0 if none.
 
         Args:
-            rows: The request's rows.
+            rows: The rows that share the prompt.
             growth_tokens: See `shortfall_bytes`.
         """
         need = self.needs.need(rows)
@@ -108,10 +115,10 @@ class MemoryBudget:
         return 0 if group is None else self._shortfall_bytes(need, group, (), growth_tokens, evictable)[0]
 
     def reserve(self, rows: Sequence[Request], growth_tokens: int = 0) -> int:
-        """Reserve memory for a request's rows and its prompt, and assign the rows to a decode group.
+        """Reserve memory for a prompt and its rows, and assign the rows to a decode group.
 
         Args:
-            rows: The request's rows.
+            rows: The rows that share the prompt.
             growth_tokens: See `shortfall_bytes`. Growth is not reserved, but must be free or evictable.
 
         Returns:
@@ -143,12 +150,12 @@ class MemoryBudget:
         growth_tokens: int = 0,
         evictable_bytes: int = 0,
     ) -> tuple[int, PrefillReservation]:
-        """Return the missing bytes and the prefill reservation of a request, in a given decode group or a new one.
+        """Return the missing bytes and the prefill reservation of a prompt, in a given decode group or a new one.
 
         Beside other rows a chunk of MIN_CHUNK_TOKENS_BESIDE must fit; with no other row the smallest chunk suffices.
 
         Args:
-            need: The request's need.
+            need: The prompt's need.
             group: The decode group to join; None for a new one.
             without: Ids of rows to ignore.
             growth_tokens: See `shortfall_bytes`.
@@ -158,7 +165,7 @@ class MemoryBudget:
         reservation = self.needs.prefill_reservation(need, MIN_CHUNK_TOKENS_BESIDE if others else 0, need.num_prompt)
         sampling = sum(self._sampling[row_id] for row_id in others) + need.num_rows * need.sampling_bytes
         prefills = [*(one for one in self.prefills if not one.row_ids <= set(without)), reservation]
-        slots, limit = self.costs.slots(need.num_tokens), self._limit(is_only_request=not others)
+        slots, limit = self.costs.slots(need.num_tokens), self._limit(is_only_prompt=not others)
 
         def total(growth: int) -> int:
             return self.needs.total_bytes(self._sizes(group, need.num_rows, slots, without, growth), prefills, sampling)
@@ -168,13 +175,62 @@ class MemoryBudget:
             grown = sys.maxsize if grown > evictable_bytes else 0
         return max(0, total(0) - limit, grown), reservation
 
-    def _limit(self, is_only_request: bool) -> int:
+    def _limit(self, is_only_prompt: bool) -> int:
         """Return the bytes that requests may reserve.
 
         With no other row running, unaccounted bytes are ignored: they may never be freed, and the headroom covers them.
         """
         limit = self.needs.request_bytes - self._cached_bytes
-        return limit if is_only_request else limit - self.unaccounted_bytes
+        return limit if is_only_prompt else limit - self.unaccounted_bytes
+
+    def end_chunk(self) -> None:
+        """Reduce all prefill reservations to their smallest chunks until the next chunk is chosen."""
+        for one in self.prefills:
+            one.step_bytes = one.min_step_bytes
+
+    def reserve_chunk(self, row: Request, wanted: int) -> int:
+        """Return how many of `wanted` tokens the row's next prefill chunk may have, at least MIN_CHUNK_TOKENS.
+
+        The chunk's intermediate results must fit into free memory and stay reserved until `end_chunk`.
+        """
+        costs, start, room = self.costs, row.num_prefilled, self._chunk_bytes
+        num_tokens = largest(min(wanted, MIN_CHUNK_TOKENS), wanted, lambda n: costs.chunk(n, start + n) <= room)
+        reservation = self._reservation_of(row)
+        reservation.step_bytes = max(reservation.step_bytes, costs.chunk(num_tokens, start + num_tokens))
+        return num_tokens
+
+    def chunk_shortfall_bytes(self, row: Request, wanted: int) -> int:
+        """Return how many bytes to free for a chunk of `wanted` tokens, or for the largest chunk that is allowed."""
+        wanted_bytes = self.costs.chunk(wanted, row.num_prefilled + wanted)
+        return max(0, min(wanted_bytes, int(self.needs.step_limit_bytes)) - int(self._chunk_bytes))
+
+    def reserve_burst(self, rows: Sequence[Request], num_tokens: int, end: int) -> int:
+        """Reserve memory for a forward with a chunk of each row's prompt, until `end_chunk`.
+
+        Args:
+            rows: One row per prompt.
+            num_tokens: Tokens of the longest chunk, to which the others are padded.
+            end: Prompt tokens up to the end of the chunk, of the longest prompt.
+
+        Returns:
+            0, or the missing bytes if nothing was reserved; `sys.maxsize` if no eviction would help.
+        """
+        reservation, wanted = self._reservation_of(rows[0]), self.costs.burst(len(rows), num_tokens, end)
+        if wanted > self.needs.step_limit_bytes:
+            return sys.maxsize
+        if wanted > self._chunk_bytes:
+            return wanted - int(self._chunk_bytes)
+        reservation.step_bytes = max(reservation.step_bytes, wanted)
+        return 0
+
+    @property
+    def _chunk_bytes(self) -> float:
+        """Bytes that the intermediate results of a chunk may take."""
+        room = step_bytes(self.prefills) + max(0, self.free_bytes)
+        return min(room, self.needs.step_limit_bytes)
+
+    def _reservation_of(self, row: Request) -> PrefillReservation:
+        return next(one for one in self.prefills if row.id in one.row_ids)
 
     def release_prefill(self, row: Request) -> None:
         """Release the prefill reservation of a row's prompt; its rows have joined the decode batch."""
@@ -198,7 +254,7 @@ class MemoryBudget:
         group = self.grouping.of(row.id)
         if slots > group.num_slots:
             total = self.needs.total_bytes(self._sizes(group, 0, slots), self.prefills, self._sampling_bytes)
-            missing = total - self._limit(is_only_request=len(self.grouping) == 1)
+            missing = total - self._limit(is_only_prompt=len(self.grouping) == 1)
             if missing > 0:
                 return missing
         group.slots[row.id] = slots

@@ -1,10 +1,11 @@
-"""MemoryNeeds: the bytes that a request needs, before anything is reserved for it. Pure."""
+"""MemoryNeeds: the bytes that a prompt and its rows need, before anything is reserved for it. Pure."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request, RequestState
+from engine.core.request import Request, RequestState, by_prompt
+from engine.protocol import EngineRequest, MemoryExceeded
 
 MAX_STEP_SHARE = 0.25
 """Largest share of `request_bytes` for the intermediate results of one chunk: late in long prompts chunks become
@@ -15,7 +16,7 @@ MIN_CHUNK_TOKENS = 16
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """The memory need of a request."""
+    """The memory need of a prompt and its rows."""
 
     num_rows: int  # One row per choice.
     num_prompt: int  # Prompt tokens of each row.
@@ -41,7 +42,7 @@ class PrefillReservation:
 
 
 class MemoryNeeds:
-    """Adds up the bytes of requests and compares them with the limit.
+    """Adds up the bytes of prompts and rows, and compares them with the limit.
 
     Args:
         costs: Bytes of rows, prompts and images.
@@ -65,10 +66,10 @@ class MemoryNeeds:
         return MAX_STEP_SHARE * self.request_bytes
 
     def need(self, rows: Sequence[Request], whole: bool = False) -> MemoryNeed:
-        """Return the memory need of a request's rows.
+        """Return the memory need of the rows that share a prompt, and of the prompt.
 
         Args:
-            rows: The request's rows.
+            rows: The rows that share the prompt.
             whole: Whether to reserve the whole answer instead of `reserve_tokens`. Each preemption by growth doubles a
                 row's reserve, because with the same one it would soon be preempted again.
         """
@@ -85,10 +86,10 @@ class MemoryNeeds:
         )
 
     def min_bytes(self, need: MemoryNeed) -> int:
-        """Return the least bytes that a request needs, with no other row in the engine.
+        """Return the least bytes that a prompt and its rows need, with no other row in the engine.
 
         This covers prefilling all of it again at the end of its answer, in case it is preempted there and its state is
-        lost. A request that needs more than `request_bytes` can never run.
+        lost. A prompt that needs more than `request_bytes` can never run.
         """
         end, sizes = need.num_tokens, [(need.num_rows, self.costs.slots(need.num_tokens))]
         reservation = self.prefill_reservation(need, chunk_tokens=0, end=end)
@@ -108,6 +109,33 @@ class MemoryNeeds:
             lambda n: self.min_bytes(replace(need, num_tokens=need.num_prompt + n + overshoot)) <= limit,
         )
 
+    def clamp_max_tokens(self, request: EngineRequest, pinned_bytes: int) -> EngineRequest:
+        """Lower max_tokens, which is a ceiling, to what the memory holds.
+
+        Args:
+            request: The request, before it is queued.
+            pinned_bytes: Bytes that are never evicted.
+
+        Raises:
+            MemoryExceeded: The request would not fit even with no other request in the engine.
+        """
+        limit, max_tokens = self.request_bytes - pinned_bytes, request.sampling.max_tokens
+        rows = [Request(request, index) for index in request.open_choices]
+        longest = max(len(row.output_token_ids) for row in rows)
+        for sharing in by_prompt(rows):  # each is prefilled, and may run, without the others
+            whole, num_before = self.need(sharing, whole=True), len(sharing[0].output_token_ids)
+            if self.min_bytes(whole) <= limit:
+                continue
+            num_left = request.sampling.max_tokens - num_before
+            num_fitting = 0 if request.pooling else self.max_answer_tokens(whole, num_left, limit)
+            max_tokens = min(max_tokens, num_before + num_fitting)
+            if max_tokens <= longest:
+                num_tokens, num_bytes = self.max_row_tokens(pinned_bytes), self.min_bytes(whole)
+                raise MemoryExceeded(whole.num_prompt, num_left, num_tokens, num_bytes, limit)
+        if max_tokens == request.sampling.max_tokens:
+            return request
+        return replace(request, sampling=replace(request.sampling, max_tokens=max_tokens))
+
     def grown_slots(self, row: Request, slots: int, num_tokens: int) -> int:
         """Return a row's reserved slots after it has generated `num_tokens` more tokens, see MemoryBudget.extend."""
         left = row.sampling.max_tokens - len(row.output_token_ids)
@@ -122,7 +150,7 @@ class MemoryNeeds:
         """Return the reservation of a prompt that has not begun.
 
         Args:
-            need: The request's need.
+            need: The prompt's need.
             chunk_tokens: Tokens of the chunk that must fit, beyond the smallest one.
             end: Prompt tokens at the end of that chunk.
         """

@@ -86,7 +86,7 @@ class PrefixCache:
         self.off_reason = runner.no_snapshots if config.enabled else "prefix_cache.enabled is false"
         if self.off_reason is not None:
             files = None
-        self.store = SnapshotStore(clock) if files is None else SnapshotStore(clock, files.parent_of)
+        self.store = SnapshotStore(clock) if files is None else SnapshotStore(clock, files.meta_of)
         max_bytes = runner.memory_limit_bytes if config.max_gb is None else config.max_gb * 2**30
         self.memory = SnapshotMemory(
             self.store, int(max_bytes), costs.prompt_s, costs.read_s, room, runner.costs.max_snapshots
@@ -190,9 +190,9 @@ class PrefixCache:
             return True
         if session is None:
             key = eligibility.key_of(row, self._runner)
-            session = PrefixCacheSession(row, key, eligibility.max_tokens(row, key), holder=row.spec.holder)
+            session = PrefixCacheSession(prompt, key, eligibility.max_tokens(row, key), holder=row.spec.holder)
             prompt.session = session
-        if not self._restorer.restore(prompt.rows, session, wait_s, copy_s):
+        if not self._restorer.restore(session, wait_s, copy_s):
             return False
         if session.base is None:
             self._loans.give_up(row.id)
@@ -220,12 +220,12 @@ class PrefixCache:
     def take_at_boundaries(self, prompt: Prompt) -> None:
         """Take the snapshots at the boundaries that the last chunk of a prompt has reached or passed."""
         if prompt.session is not None:
-            self._taker.take_at_boundaries(prompt.rows, prompt.session)
+            self._taker.take_at_boundaries(prompt.session)
 
     def take_prompt(self, prompt: Prompt, num_tokens: int) -> None:
         """Take the state of a preempted prompt after its first `num_tokens` tokens."""
         if prompt.session is not None:
-            self._taker.take_prompt(prompt.rows, prompt.session, num_tokens)
+            self._taker.take_prompt(prompt.session, num_tokens)
 
     def end(self, prompt: Prompt, failed: bool = False) -> None:
         """End a prompt's use of the cache, if it has not ended. failed: discard the snapshots that it has stored."""
@@ -238,7 +238,7 @@ class PrefixCache:
                     self._disk.forget(node)
                 else:
                     self.store.forget(node)
-            self._loans.lost([session.row.id])
+            self._loans.lost([prompt.row.id])
         if session.base is not None:
             self.store.release(session.base)
         self._restorer.end(session)

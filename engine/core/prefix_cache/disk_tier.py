@@ -2,9 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from engine.core.batch import SEGMENT_ARRAYS, ModelRunner
 from engine.core.cost_model import CostModel
 from engine.core.prefix_cache.node import Snapshot, SnapshotNode
 from engine.core.prefix_cache.prompt_key import Media, PromptKey
+from engine.core.prefix_cache.session import Reading, ReadState
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.snapshot_store.files import SnapshotFiles, SnapshotLost, SnapshotMeta
 
@@ -20,26 +20,6 @@ log = logging.getLogger("orchard.engine")
 READ_TIMEOUT_S = 5.0
 """Shortest time limit of a read, in seconds; a slower disk hangs or is not worth waiting for."""
 PRUNE_EVERY = 64
-
-
-@dataclass(slots=True, eq=False)
-class Reading:
-    """A snapshot being read from disk, with those of its ancestors that are only on disk, first ancestor first."""
-
-    pending: list[tuple[str, Future[dict[str, np.ndarray]]]]
-    """Digests of the snapshots that are not in memory yet, with the futures of their arrays."""
-    until_s: float
-    """When waiting for it ends; monotonic seconds."""
-    row_id: str | None
-    """The row whose reservation covers the keys and values; None if the cache must have memory for them."""
-    base: SnapshotNode | None = None
-    """The node before the next snapshot; its KV segment is kept, even if it is evicted, until that one is in memory."""
-    copying: Iterator[Snapshot | None] | None = None
-    """The import of the next snapshot, layer by layer."""
-    num_bytes: int = 0
-    """Bytes copied to the device."""
-    copied_s: float = 0.0
-    """Seconds of copying."""
 
 
 class DiskTier:
@@ -104,10 +84,6 @@ class DiskTier:
         """Record a use of a snapshot's file."""
         self._files.touch(node.digest)
 
-    def read_s(self, num_bytes: int) -> float:
-        """Predict the seconds of reading `num_bytes` from disk."""
-        return self._costs.read_s(num_bytes)
-
     def read(self, node: SnapshotNode, row_id: str | None, timeout_s: float) -> Reading | None:
         """Start to read a snapshot that is only on disk; `close` must follow.
 
@@ -137,11 +113,11 @@ class DiskTier:
             self._store.hold(at)
         return Reading(pending, self._clock() + max(timeout_s, READ_TIMEOUT_S), row_id, at)
 
-    def advance(self, reading: Reading, wait_s: float, copy_s: float) -> bool | None:
+    def advance(self, reading: Reading, wait_s: float, copy_s: float) -> ReadState:
         """Import what has been read for about `copy_s` seconds, after waiting for the disk for at most `wait_s`.
 
         Returns:
-            True when everything is in memory; None while more is pending; False if part of it was lost or did not fit.
+            Whether everything is in memory, more is pending, or a part was lost or did not fit.
         """
         until_s = self._clock() + copy_s
         while reading.pending:
@@ -151,10 +127,10 @@ class DiskTier:
                 self._go_on_behind(reading, node)
                 continue
             if reading.copying is None and not self._files.wait([future], wait_s):
-                return None
+                return "pending"
             base_digest = None if reading.base is None else reading.base.digest
             if node is None or node.parent_digest != base_digest:
-                return False  # cleared, or stored with another parent meanwhile
+                return "lost"  # cleared, or stored with another parent meanwhile
             try:
                 snapshot = self._copied(reading, node, future, until_s)
             except Exception as error:  # the prompt can be computed without the snapshot
@@ -162,13 +138,13 @@ class DiskTier:
                 self._store.counters.num_unusable += 1
                 if isinstance(error, SnapshotLost | ValueError):
                     self.forget(node)
-                return False
+                return "lost"
             if snapshot is None:
-                return None
+                return "pending"
             if not self._add(reading, node, snapshot):
-                return False
+                return "lost"
         self._record(reading)
-        return True
+        return "done"
 
     def _copied(
         self, reading: Reading, node: SnapshotNode, future: Future[dict[str, np.ndarray]], until_s: float

@@ -10,7 +10,7 @@ from engine.core.prefix_cache.reuse_forecast import ReuseForecast, odds_key, odd
 
 
 class Lineages:
-    """Tracks conversations. `now` is always monotonic seconds on the clock of the entries' times."""
+    """Tracks conversations. `now` is always monotonic seconds on the clock of the nodes' times."""
 
     def __init__(self) -> None:
         self.forecast = ReuseForecast()

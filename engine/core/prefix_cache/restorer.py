@@ -1,17 +1,16 @@
 """PrefixRestorer: continues prompts from the longest prefix in memory, other rows' caches, on disk or at a peer."""
 
 import logging
-from collections.abc import Sequence
 
 from engine.core.batch import ModelRunner
 from engine.core.prefix_cache import eligibility
-from engine.core.prefix_cache.disk_tier import DiskTier, Reading
+from engine.core.prefix_cache.disk_tier import DiskTier
 from engine.core.prefix_cache.loans import Loans
 from engine.core.prefix_cache.node import SnapshotNode
 from engine.core.prefix_cache.prefix_fetcher import PrefixFetcher
-from engine.core.prefix_cache.session import PrefixCacheSession
+from engine.core.prefix_cache.session import PrefixCacheSession, Reading
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
-from engine.core.request import Request, named
+from engine.core.request import named
 from engine.protocol import Boundary, InvalidRequest
 
 log = logging.getLogger("orchard.engine")
@@ -50,12 +49,11 @@ class PrefixRestorer:
         self._disk = disk
         self._fetcher = fetcher
 
-    def restore(self, rows: Sequence[Request], session: PrefixCacheSession, wait_s: float, copy_s: float) -> bool:
+    def restore(self, session: PrefixCacheSession, wait_s: float, copy_s: float) -> bool:
         """Restore the longest stored prefix of a prompt, if there is one.
 
         Args:
-            rows: The rows that share the prompt.
-            session: Their session.
+            session: The prompt's session.
             wait_s: How long to wait for the disk or another node, in seconds.
             copy_s: How long to copy layers read from disk to the device, in seconds; at least one layer is copied.
 
@@ -66,9 +64,7 @@ class PrefixRestorer:
             InvalidRequest: The request is at fault, not the snapshot.
             MemoryTaken: The request must be admitted again.
         """
-        while (node := self._find(rows, session, wait_s, copy_s)) is not None and not self._restore(
-            rows, session, node
-        ):
+        while (node := self._find(session, wait_s, copy_s)) is not None and not self._restore(session, node):
             pass
         return session.has_restored
 
@@ -79,9 +75,7 @@ class PrefixRestorer:
         if session.fetching is not None and self._fetcher is not None:
             self._fetcher.stop(session.fetching)
 
-    def _find(
-        self, rows: Sequence[Request], session: PrefixCacheSession, wait_s: float, copy_s: float
-    ) -> SnapshotNode | None:
+    def _find(self, session: PrefixCacheSession, wait_s: float, copy_s: float) -> SnapshotNode | None:
         """Return the longest stored prefix in memory; None without one, or while it is still on its way there."""
         while True:
             if session.fetching is not None:
@@ -92,23 +86,22 @@ class PrefixRestorer:
             if session.reading is not None and not self._advance(session, session.reading, wait_s, copy_s):
                 return None
             node = self._store.match(session.key, session.max_tokens, session.skips_disk)
-            if session.holder is not None and self._fetch(rows, session, node):
+            if session.holder is not None and self._fetch(session, node):
                 continue
             if node is None:
                 return None
             if node.snapshot is None:
-                self._read(rows, session, node)
+                self._read(session, node)
             elif self._loans.copy_back(node):
                 return node
             else:
                 session.max_tokens = node.num_tokens - 1
 
-    def _fetch(self, rows: Sequence[Request], session: PrefixCacheSession, here: SnapshotNode | None) -> bool:
+    def _fetch(self, session: PrefixCacheSession, here: SnapshotNode | None) -> bool:
         """Start to fetch the holder's prefix if that is worth it; return False if it is not.
 
         Args:
-            rows: The rows that share the prompt.
-            session: Their session, whose holder is asked once.
+            session: The prompt's session, whose holder is asked once.
             here: The longest prefix in memory or on disk.
         """
         holder, session.holder = session.holder, None
@@ -117,31 +110,31 @@ class PrefixRestorer:
             return False
         num_tokens = holder.num_tokens - start
         num_bytes = max(0, num_tokens) * costs.token_bytes + costs.fixed()
-        if num_tokens < (1 if here is None else MIN_TOKENS_FROM_DISK) or not self._has_room(rows, num_bytes):
+        if num_tokens < (1 if here is None else MIN_TOKENS_FROM_DISK) or not self._has_room(session, num_bytes):
             return False
         session.fetching = self._fetcher.start(session.key, holder, start, num_bytes)
         return session.fetching is not None
 
-    def _has_room(self, rows: Sequence[Request], num_bytes: int) -> bool:
+    def _has_room(self, session: PrefixCacheSession, num_bytes: int) -> bool:
         """Return whether a prefix of `num_bytes` may be read into the row or into the cache."""
-        return self._moves_into_row(rows) or self._memory.can_hold(num_bytes)
+        return self._moves_into_row(session) or self._memory.can_hold(num_bytes)
 
-    def _moves_into_row(self, rows: Sequence[Request]) -> bool:
+    def _moves_into_row(self, session: PrefixCacheSession) -> bool:
         """Return whether keys and values that are read from disk count as the row's."""
-        return eligibility.may_lend(rows) and not rows[0].spec.pinned
+        return eligibility.may_lend(session.prompt.rows) and not session.prompt.row.spec.pinned
 
-    def _read(self, rows: Sequence[Request], session: PrefixCacheSession, node: SnapshotNode) -> None:
+    def _read(self, session: PrefixCacheSession, node: SnapshotNode) -> None:
         """Start to read a snapshot from disk if that is worth it; else limit the session to others."""
         assert self._disk is not None
         here = self._store.match(session.key, session.max_tokens, in_memory=True)
         start, end, costs = 0 if here is None else here.num_tokens, node.num_tokens, self._runner.costs
         computed_s = self._memory.seconds(start, end)
         num_bytes = (end - start) * costs.token_bytes + costs.fixed()
-        row_id = session.row.id if self._moves_into_row(rows) else None
-        if not self._has_room(rows, num_bytes):
+        row_id = session.prompt.row.id if self._moves_into_row(session) else None
+        if not self._has_room(session, num_bytes):
             session.max_tokens = end - 1
             return
-        read_s = self._disk.read_s(num_bytes)
+        read_s = self._memory.read_seconds(num_bytes)
         if (here is not None and end - start < MIN_TOKENS_FROM_DISK) or read_s >= computed_s:
             session.skips_disk = True
             return
@@ -154,21 +147,22 @@ class PrefixRestorer:
             self._disk.close(reading)
             session.reading = None
             return True  # what is read would continue keys and values that are gone: look again
-        is_complete = self._disk.advance(reading, wait_s, copy_s)
-        if is_complete is None and self._store.clock() < reading.until_s:
+        state = self._disk.advance(reading, wait_s, copy_s)
+        if state == "pending" and self._store.clock() < reading.until_s:
             return False
-        if is_complete is None:
+        if state == "pending":
             slow = "reading a snapshot from disk takes too long: %s is prefilled without it"
-            log.warning(slow, session.row.id, extra=named([session.row]))
+            log.warning(slow, session.prompt.row.id, extra=named([session.prompt.row]))
             self._store.counters.num_unusable += 1
-        session.skips_disk = not is_complete
+        session.skips_disk = state != "done"
         self._disk.close(reading)
         session.reading = None
         return True
 
-    def _restore(self, rows: Sequence[Request], session: PrefixCacheSession, node: SnapshotNode) -> bool:
+    def _restore(self, session: PrefixCacheSession, node: SnapshotNode) -> bool:
         """Restore a snapshot; return False if that fails, in which case the prompt continues without it."""
         assert node.snapshot is not None
+        rows = session.prompt.rows
         if rows[0].spec.pinned and Boundary("system", node.num_tokens) in rows[0].spec.boundaries:
             self._store.pin(node)  # pinned snapshots are never lent
         lent = self._loans.move(rows[0].id, node) if eligibility.may_lend(rows) else []

@@ -55,7 +55,7 @@ class Odds:
 
 
 class ReuseForecast:
-    """Predicts reuse. Rates are uses per second; `now` is monotonic seconds on the clock of the entries' times."""
+    """Predicts reuse. Rates are uses per second; `now` is monotonic seconds on the clock of the nodes' times."""
 
     def __init__(self) -> None:
         self._odds: dict[OddsKey, Odds] = {}

@@ -1,22 +1,61 @@
-"""PrefixCacheSession: what the prefix cache knows about a prompt in progress."""
+"""PrefixCacheSession: what the prefix cache knows about a prompt in progress, and what that prompt waits for."""
 
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
-from engine.core.prefix_cache.disk_tier import Reading
-from engine.core.prefix_cache.node import SnapshotNode
-from engine.core.prefix_cache.prefix_fetcher import Fetching
+import numpy as np
+
+from engine.core.prefix_cache.node import Snapshot, SnapshotNode
 from engine.core.prefix_cache.prompt_key import PromptKey
-from engine.core.request import Request
 from engine.placement import PrefixHolder
 from engine.protocol import Boundary
+from engine.snapshot_store.snapshot_client import Fetch
+
+if TYPE_CHECKING:
+    from engine.core.prompt import Prompt
+
+ReadState = Literal["done", "pending", "lost"]
+"""How far a reading is: everything is in memory, more is pending, or a part of it was lost or did not fit."""
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """A snapshot being read from disk, with those of its ancestors that are only on disk, first ancestor first."""
+
+    pending: list[tuple[str, Future[dict[str, np.ndarray]]]]
+    """Digests of the snapshots that are not in memory yet, with the futures of their arrays."""
+    until_s: float
+    """When waiting for it ends; monotonic seconds."""
+    row_id: str | None
+    """The row whose reservation covers the keys and values; None if the cache must have memory for them."""
+    base: SnapshotNode | None = None
+    """The node before the next snapshot; its KV segment is kept, even if it is evicted, until that one is in memory."""
+    copying: Iterator[Snapshot | None] | None = None
+    """The import of the next snapshot, layer by layer."""
+    num_bytes: int = 0
+    """Bytes copied to the device."""
+    copied_s: float = 0.0
+    """Seconds of copying."""
+
+
+@dataclass(slots=True, eq=False)
+class Fetching:
+    """A prefix that is being fetched."""
+
+    fetch: Fetch
+    began_s: float
+    """Monotonic seconds."""
+    until_s: float
+    """When waiting for it ends; monotonic seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class PrefixCacheSession:
     """A prompt's use of the prefix cache."""
 
-    row: Request
-    """The first of the rows that share the prompt."""
+    prompt: "Prompt" = field(repr=False)
     key: PromptKey
     max_tokens: int
     """Longest prefix to restore: longer ones failed, or would leave nothing to compute."""

@@ -46,7 +46,7 @@ class SnapshotMemory:
         self.store = store
         self.max_bytes = max_bytes
         self.seconds = seconds
-        self._read_seconds = read_seconds
+        self.read_seconds = read_seconds
         self._room = room
         self._max_snapshots = max_snapshots
 
@@ -252,6 +252,6 @@ class SnapshotMemory:
     def _cost(self, node: SnapshotNode, start: int) -> float:
         """Return the seconds to recompute or read back a snapshot in memory after one of `start` tokens."""
         computed_s = self.seconds(start, node.num_tokens)
-        if self.store.file_parent(node.digest) is None:
+        if not self.store.has_file(node):
             return computed_s
-        return min(computed_s, self._read_seconds(node.segment_bytes + node.state_bytes))
+        return min(computed_s, self.read_seconds(node.segment_bytes + node.state_bytes))

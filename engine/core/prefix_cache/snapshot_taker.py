@@ -5,7 +5,6 @@ aborts and retries finds the finished part. Nothing here raises: answers do not 
 """
 
 import logging
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -54,17 +53,17 @@ class SnapshotTaker:
         self._answers = answers
         self._min_tokens = min_tokens
 
-    def take_at_boundaries(self, rows: Sequence[Request], session: PrefixCacheSession) -> None:
+    def take_at_boundaries(self, session: PrefixCacheSession) -> None:
         """Take the snapshots at the boundaries that the last chunk of a prompt has reached or passed."""
-        while session.todo and session.todo[0].num_tokens <= rows[0].num_prefilled:
-            self._take_or_log(rows, session, session.todo.pop(0))
+        while session.todo and session.todo[0].num_tokens <= session.prompt.row.num_prefilled:
+            self._take_or_log(session, session.todo.pop(0))
 
-    def take_prompt(self, rows: Sequence[Request], session: PrefixCacheSession, num_tokens: int) -> None:
+    def take_prompt(self, session: PrefixCacheSession, num_tokens: int) -> None:
         """Take the state of a preempted prompt after its first `num_tokens` tokens."""
-        if not session.has_restored or rows[0].spec.sparse is not None:
+        if not session.has_restored or session.prompt.row.spec.sparse is not None:
             return
         if num_tokens - session.base_tokens >= self._min_tokens and session.key.can_split_at(num_tokens):
-            self._take_or_log(rows, session, Boundary("prompt", num_tokens))
+            self._take_or_log(session, Boundary("prompt", num_tokens))
             if session.base is not None and session.base_tokens == num_tokens:
                 session.base.is_resume_point = True
 
@@ -82,22 +81,23 @@ class SnapshotTaker:
         if eligibility.may_keep(row):
             self._take_row_or_log(row, is_awaited=True)
 
-    def _take_or_log(self, rows: Sequence[Request], session: PrefixCacheSession, boundary: Boundary) -> None:
+    def _take_or_log(self, session: PrefixCacheSession, boundary: Boundary) -> None:
         try:
-            is_worthwhile = self._take(rows, session, boundary)
+            is_worthwhile = self._take(session, boundary)
         except Exception:
             failed = "the snapshot of %s at its %s boundary failed"
-            log.exception(failed, session.row.id, boundary.kind, extra=named(rows))
+            log.exception(failed, session.prompt.row.id, boundary.kind, extra=named(session.prompt.rows))
             self._store.counters.num_rejected += 1
             is_worthwhile = False
         if not is_worthwhile:
             session.todo.clear()
 
-    def _take(self, rows: Sequence[Request], session: PrefixCacheSession, boundary: Boundary) -> bool:
+    def _take(self, session: PrefixCacheSession, boundary: Boundary) -> bool:
         """Take a snapshot of a prompt; return whether the later ones, which are larger, may be taken, too."""
+        rows, row = session.prompt.rows, session.prompt.row
         base, costs, counters = session.base, self._runner.costs, self._store.counters
-        key, pinned = session.key.prefix(boundary.num_tokens), rows[0].spec.pinned and boundary.kind == "system"
-        node = self._new_node(key, boundary.kind, rows[0], base, pinned)
+        key, pinned = session.key.prefix(boundary.num_tokens), row.spec.pinned and boundary.kind == "system"
+        node = self._new_node(key, boundary.kind, row, base, pinned)
         known = self._store.get(node.digest)
         if known is not None and known.snapshot is not None:  # stored meanwhile by another prompt
             if pinned and self._loans.copy_back(known):
@@ -106,19 +106,19 @@ class SnapshotTaker:
         segment_bytes = (boundary.num_tokens - session.base_tokens) * costs.token_bytes
         num_outvalued, lend = counters.num_outvalued, boundary.kind != "system" and eligibility.may_lend(rows)
         num_bytes = costs.fixed() + (0 if lend else segment_bytes)
-        if not self._memory.evict_for(num_bytes, base, None if pinned else node, session.row.id):
+        if not self._memory.evict_for(num_bytes, base, None if pinned else node, row.id):
             return counters.num_outvalued > num_outvalued
         snapshot = self._runner.snapshot(rows, base.segment if base is not None else None, lend, boundary.num_tokens)
         if snapshot is None:
             broken = "the state of %s at its %s boundary contains NaN or inf"
-            log.warning(broken, session.row.id, boundary.kind, extra=named(rows))
+            log.warning(broken, row.id, boundary.kind, extra=named(rows))
             counters.num_rejected += 1
             return False
-        added = self._add(node, snapshot, base, session.row)
+        added = self._add(node, snapshot, base, row)
         if added is None:
             return False
         if lend:
-            self._store.assign(added, session.row.id, segment_bytes)
+            self._store.assign(added, row.id, segment_bytes)
         session.stored.append(added.digest)
         if base is not None:
             self._store.release(base)

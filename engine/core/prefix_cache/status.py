@@ -21,10 +21,7 @@ def cache_status(memory: SnapshotMemory, off_reason: str | None, disk: dict[str,
         num_bytes=store.num_bytes,
         num_entries=len(store),
         num_pinned=len(store.pinned),
-        entries=tuple(
-            _entry(node, now, store.file_parent(node.digest) is not None)
-            for node in islice(store.nodes(), MAX_ENTRIES_SHOWN)
-        ),
+        entries=tuple(_entry(node, now, store.has_file(node)) for node in islice(store.nodes(), MAX_ENTRIES_SHOWN)),
         recent_misses=tuple(store.recent_misses),
         disk=disk,
         **asdict(store.counters),

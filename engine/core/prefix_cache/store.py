@@ -17,6 +17,7 @@ from engine.core.prefix_cache.lineages import Lineages
 from engine.core.prefix_cache.node import Snapshot, SnapshotNode
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.protocol import CacheCounters, CacheMiss
+from engine.snapshot_store.files import SnapshotMeta
 
 MAX_RECENT_MISSES = 32
 
@@ -26,8 +27,7 @@ class SnapshotStore:
 
     Args:
         clock: Returns monotonic seconds.
-        file_parent: Returns None if a snapshot cannot be read from disk, else the digest of its parent there ('' for
-            none).
+        file_of: Returns what a snapshot's file on disk says of it, by digest; None if it cannot be read from disk.
 
     Attributes:
         num_bytes: Bytes of all snapshots in memory, including KV segments that outlive their snapshots.
@@ -41,10 +41,10 @@ class SnapshotStore:
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
-        file_parent: Callable[[str], str | None] = lambda digest: None,
+        file_of: Callable[[str], SnapshotMeta | None] = lambda digest: None,
     ):
         self.clock = clock
-        self.file_parent = file_parent
+        self.file_of = file_of
         self.num_bytes = 0
         self.num_in_memory = 0
         self.pinned: dict[str, SnapshotNode] = {}
@@ -119,6 +119,10 @@ class SnapshotStore:
             path.append(at)
             at = self.get(at.parent_digest)
         return path
+
+    def has_file(self, node: SnapshotNode) -> bool:
+        """Return whether a snapshot can be read from disk."""
+        return self.file_of(node.digest) is not None
 
     def nodes_behind(self, node: SnapshotNode) -> set[SnapshotNode]:
         """Return the snapshots in memory that need a node's KV segment, its own included."""
@@ -263,13 +267,13 @@ class SnapshotStore:
         """Remove a snapshot from memory, and remember it as a ghost unless it stays on disk."""
         self.counters.num_evicted += 1
         self.lineages.evicted(node)
-        parent = self.file_parent(node.digest)
-        if parent is None:
+        file = self.file_of(node.digest)
+        if file is None:
             self.lineages.remember(node, "evicted")
             self.forget(node)
         else:
             self.forget_memory(node)
-            node.parent_digest = parent or None
+            node.parent_digest = file.parent or None
 
     def forget(self, node: SnapshotNode) -> None:
         """Remove a snapshot without remembering it as a ghost."""
@@ -296,7 +300,7 @@ class SnapshotStore:
 
     def prune(self) -> None:
         """Remove snapshots that were only on disk and whose files have been removed."""
-        for node in [n for n in self._nodes.values() if n.snapshot is None and self.file_parent(n.digest) is None]:
+        for node in [n for n in self._nodes.values() if n.snapshot is None and not self.has_file(n)]:
             self.lineages.remember(node, "evicted")
             self.forget(node)
 

@@ -21,7 +21,7 @@ class CachedTokens:
     num_tokens: int = 0
     is_on_disk: bool = False
     """Whether it must be read from disk."""
-    snapshot: SnapshotNode | None = None
+    node: SnapshotNode | None = None
     """The snapshot at its end; None if nothing is cached."""
 
 
@@ -77,10 +77,10 @@ class KnownPrefixes:
         if len(self._prefixes) > self._max_keys:
             self._prefixes.popitem(last=False)
 
-    def note_answer(self, key: int, snapshot: SnapshotNode) -> None:
+    def note_answer(self, key: int, node: SnapshotNode) -> None:
         """Remember the snapshot after the answer to the turn behind a key."""
         if (known := self._prefixes.get(key)) is not None:
-            self._prefixes[key] = replace(known, answer=snapshot.digest, answer_tokens=snapshot.num_tokens)
+            self._prefixes[key] = replace(known, answer=node.digest, answer_tokens=node.num_tokens)
 
     def last_of(self, keys: ConversationKeys) -> SnapshotNode | None:
         """Return the snapshot from which the next turn of a conversation would go on; None if none is stored.
@@ -89,8 +89,8 @@ class KnownPrefixes:
             keys: The keys of its last prompt, which is answered.
         """
         for known in filter(None, map(self._prefixes.get, keys.turns)):
-            if (snapshot := self._find(known.answer) or self._find(known.digest)) is not None:
-                return snapshot
+            if (node := self._find(known.answer) or self._find(known.digest)) is not None:
+                return node
         return None
 
     # On any thread.

@@ -135,19 +135,19 @@ class LoadRecorder:
         seconds = self._costs.prompt_s(num_cached, num_tokens) + answer_s
         self._turn_s = seconds if self._turn_s is None else self._turn_s + TURN_WEIGHT * (seconds - self._turn_s)
 
-    def answer_complete(self, row: Request, snapshot: SnapshotNode | None) -> None:
-        """Note a complete answer. snapshot: the one after it; None without one."""
+    def answer_complete(self, row: Request, node: SnapshotNode | None) -> None:
+        """Note a complete answer. node: the snapshot after it; None without one."""
         self._answer_tokens += ANSWER_WEIGHT * (len(row.output_token_ids) - self._answer_tokens)
         if (keys := row.spec.keys) is None:
             return
-        if snapshot is not None and keys.turns:
-            self.prefixes.note_answer(keys.turns[0], snapshot)
+        if node is not None and keys.turns:
+            self.prefixes.note_answer(keys.turns[0], node)
         self.residents.answered(keys, row.num_tokens)
 
     def publish(self) -> None:
         """Publish the engine's work as it is now."""
         scheduler, before = self._scheduler, self.load
-        prefills, prompts = scheduler.prefills, scheduler.queued
+        prefills, prompts = scheduler.prefills, scheduler.queue.prompts
         if len(prompts) == before.num_queued and prompts[:MAX_QUEUED] == self._queued:
             queued = before.queued
         else:

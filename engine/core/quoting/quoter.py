@@ -12,10 +12,11 @@ from engine.core.admission import SHORT_PART
 from engine.core.cost_model import CostModel
 from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.needs import MemoryNeeds
+from engine.core.prefill_order import OLDEST_PER_OTHER_S
+from engine.core.prompt_queue import queue_rank
 from engine.core.quoting.bookings import Booking, Bookings
 from engine.core.quoting.known_prefixes import CachedTokens
 from engine.core.quoting.load import EngineLoad, LoadRecorder, PromptLeft
-from engine.core.request_queue import queue_rank
 from engine.placement import CachedSnapshot, Question, Quote, Refusal
 
 ESTIMATE_MARGIN = 1.1
@@ -26,9 +27,6 @@ MAX_WAIT_GROWTH_S = 2.0
 
 MAX_QUOTES = 1024
 """Quotes that are remembered until their requests are booked."""
-
-OLDEST_WAIT_SHARE = 0.5
-"""Seconds that the oldest prompt in progress gets per second of shorter ones: a third of the time."""
 
 NUM_STATES = 2
 """Snapshots of a conversation whose recurrent states are kept: after its last prompt and its last answer."""
@@ -126,10 +124,10 @@ class Quoter:
         return self._needs.costs
 
     def _snapshot(self, cached: CachedTokens) -> CachedSnapshot | None:
-        if (stored := cached.snapshot) is None:
+        if (node := cached.node) is None:
             return None
         costs = self._costs_of_memory
-        return CachedSnapshot(stored.digest, stored.num_tokens, stored.num_tokens * costs.token_bytes + costs.fixed())
+        return CachedSnapshot(node.digest, node.num_tokens, node.num_tokens * costs.token_bytes + costs.fixed())
 
     # Seconds until the prompt is begun
 
@@ -148,7 +146,7 @@ class Quoter:
             progress = [self._left_s(one) for one in load.in_progress]
         if progress and prompt_s <= (short_s := SHORT_PART * min(progress)):
             before_s = sum(seconds for seconds in before if seconds <= short_s)
-            before_s += min(progress[0], OLDEST_WAIT_SHARE * (prompt_s + before_s))
+            before_s += min(progress[0], OLDEST_PER_OTHER_S * (prompt_s + before_s))
         else:
             before_s = sum(before) + sum(progress)
         if load.num_queued > len(load.queued):

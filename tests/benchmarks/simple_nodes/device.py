@@ -16,9 +16,9 @@ from engine.core.admission import SHORT_PART
 from engine.core.batch import ChunkTime, Drafts, StepTime
 from engine.core.cost_model import CostModel
 from engine.core.memory.needs import MemoryNeeds
+from engine.core.prompt_queue import queue_rank
 from engine.core.quoting.load import LoadRecorder
 from engine.core.quoting.quoter import Quoter
-from engine.core.request_queue import queue_rank
 from engine.placement import Question, Quote
 from tests.benchmarks.sim_runner import GIB, Machine
 from tests.benchmarks.simple_nodes.cache import SimpleCache, system_digest, turn_digest
@@ -105,7 +105,9 @@ class Device:
         drafts = drafts_of(machine)
         self._tokens_per_step = tokens_per_step(machine)
         prefills = SimpleNamespace(in_progress=self._prompts, images_s=lambda one: 0.0, drafts=drafts)
-        self._view: Any = SimpleNamespace(prefills=prefills, queued=self._queue, budget=SimpleNamespace())
+        self._view: Any = SimpleNamespace(
+            prefills=prefills, queue=SimpleNamespace(prompts=self._queue), budget=SimpleNamespace()
+        )
         prefix: Any = SimpleNamespace(boundary_digests=_boundary_digests, store=SimpleNamespace(get=self._cache.find))
         self._view.num_running = self._view.num_decoding = self._view.budget.reserved_bytes = 0
         self.recorder = LoadRecorder(clock, self._view, prefix, self._costs)

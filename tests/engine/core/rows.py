@@ -16,7 +16,7 @@ from engine.core.prompt import Prompt
 from engine.core.request import Request, RequestState
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_context import SchedulerContext
-from engine.core.scheduler_output import Chunks
+from engine.core.scheduler_output import Published
 from engine.core.stats import Stats
 from engine.protocol import EngineRequest, SamplingParams
 from tests.support.clock import Clock
@@ -96,7 +96,7 @@ class Step:
     """The scheduler's choice for a step: drops, decoding, and the first chunk of a prompt."""
 
     drop: list[str]
-    failed: Chunks
+    failed: Published
     decode: bool
     prefill: Sequence[Request]
     max_prefill_tokens: int
@@ -107,14 +107,14 @@ def step_of(scheduler: Scheduler, num_draft_tokens: int = 0) -> Step:
     before = scheduler.take_released()
     for row in before.finished:
         scheduler.budget.release(row.id)
-    work = scheduler.schedule(Drafts(num_draft_tokens))
-    for row in work.released.finished:
+    released = scheduler.schedule(Drafts(num_draft_tokens))
+    for row in released.finished:
         scheduler.budget.release(row.id)
     prompt = scheduler.next_prompt()
     rows = [] if prompt is None else list(prompt.rows)
-    drop = [*before.row_ids, *work.released.row_ids]
+    drop = [*before.row_ids, *released.row_ids]
     max_tokens = 0 if prompt is None else scheduler.prefills.chunk_tokens(prompt)
-    return Step(drop, work.released.failed, work.decode, rows, max_tokens)
+    return Step(drop, released.failed, scheduler.num_decoding > 0, rows, max_tokens)
 
 
 def out(*token_ids: int, **more: Any) -> RowOutput:

@@ -10,7 +10,6 @@ from engine.config import EngineConfig
 from engine.core.batch import PLAIN, PrefillOutput, RowOutput
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
-from engine.core.memory.chunks import ChunkMemory
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.core.scheduler import Scheduler
@@ -154,7 +153,7 @@ def test_a_growing_row_gets_memory_by_shrinking_the_next_chunk():
     scheduler.add([new])
     assert list(step_of(scheduler).prefill) == [new]
     scheduler.update_prefill(new.prompt, PrefillOutput(16))
-    ChunkMemory(budget).reserve_chunk(new, 120)  # as while nothing decoded
+    budget.reserve_chunk(new, 120)  # as while nothing decoded
     while not budget.needs_more_slots(row):
         scheduler.update_decode({row.id: RowOutput((7,))})
     budget.observe(budget.needs.limit_bytes - budget.accounts.transient_bytes)
@@ -360,7 +359,7 @@ def test_ageing_raises_one_request_of_a_priority_and_fairness_chooses_which():
         scheduler.add([Request(replace(spec(name, priority=priority), client=client))])
         clock.advance(5.5 * (name == "aged"))
     scheduler._shares.charge("a", num_prompt_tokens=5000)
-    order = [one.request_id for one in scheduler.queue()]
+    order = [one.request_id for one in scheduler.queue.status(scheduler.budget.needs)]
     assert order == ["fresh0", "urgent", "fresh1", "fresh2", "aged"], "one of them, whichever it is"
 
 

@@ -10,7 +10,6 @@ from engine.config import EngineConfig
 from engine.core.burst import MAX_BURST_ROWS, MAX_START_TOKENS, Span, num_together
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
-from engine.core.memory.chunks import ChunkMemory
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams, SparsePlan
@@ -208,11 +207,11 @@ def test_a_burst_reserves_the_intermediate_results_of_all_of_its_rows():
     for row in rows:
         assert budget.reserve([row]) == 0
     before = budget.reserved_bytes
-    assert ChunkMemory(budget).reserve_burst(rows, 30, 30) == 0
+    assert budget.reserve_burst(rows, 30, 30) == 0
     expected = 4 * COSTS.chunk(30, 30) + 2 * COSTS.layer(4, 32)
     assert COSTS.burst(4, 30, 30) == expected and budget.reserved_bytes > before
     assert budget.accounts.transient_bytes >= expected
-    ChunkMemory(budget).end_chunk()
+    budget.end_chunk()
     assert budget.reserved_bytes == before
 
 
@@ -223,10 +222,10 @@ def test_a_burst_without_memory_says_how_much_is_missing_and_reserves_nothing():
     for row in rows:
         budget.reserve([row])
     before, held.snapshot_bytes = budget.reserved_bytes, budget.free_bytes - 10
-    missing = ChunkMemory(budget).reserve_burst(rows, 30, 30)
+    missing = budget.reserve_burst(rows, 30, 30)
     assert 0 < missing < COSTS.burst(4, 30, 30) and budget.reserved_bytes == before
     held.snapshot_bytes -= missing - 1
-    assert ChunkMemory(budget).reserve_burst(rows, 30, 30) == 1
+    assert budget.reserve_burst(rows, 30, 30) == 1
     held.image_bytes -= 1
-    assert ChunkMemory(budget).reserve_burst(rows, 30, 30) == 0 and budget.reserved_bytes > before
-    assert ChunkMemory(budget).reserve_burst(rows, 3000, 3000) == sys.maxsize, "no eviction helps"
+    assert budget.reserve_burst(rows, 30, 30) == 0 and budget.reserved_bytes > before
+    assert budget.reserve_burst(rows, 3000, 3000) == sys.maxsize, "no eviction helps"

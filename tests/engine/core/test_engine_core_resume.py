@@ -139,12 +139,12 @@ def test_continued_answers_come_before_waiting_requests_in_the_order_of_their_ch
     scheduler = scheduler_of(max_running=2)
     scheduler.add(rows_of(spec("first")))
     scheduler.add(rows_of(continued(4, 2, 3, client="")))
-    assert [(one.request_id, one.preempted) for one in scheduler.queue()] == [
+    assert [(one.request_id, one.preempted) for one in scheduler.queue.status(scheduler.budget.needs)] == [
         ("r", True),
         ("r", True),
         ("first", False),
     ]
-    assert [entry.rows[0].index for entry in scheduler._queue.order()[:2]] == [0, 1]
+    assert [entry.rows[0].index for entry in scheduler.queue.order()[:2]] == [0, 1]
 
 
 def test_no_choice_of_a_continued_request_expires_in_the_queue():

@@ -234,7 +234,7 @@ def test_the_watchdog_pauses_a_head_without_accepted_drafts_for_doubling_interva
     simulation = Simulation(lambda rows, k: STEP_S * (1 + 0.05 * k), (0.02, 0.02, 0.02))
     simulation.run(40_000)
     controller = simulation.controller
-    assert controller.num_watchdog_trips >= 2
+    assert controller.status()["mtp"]["num_watchdog_trips"] >= 2
     first, second = caplog.messages[:2]
     assert "draft tokens were accepted in 64 rounds, fewer than 20 %; the next check is in 1024 rounds" in first
     assert second.endswith("in 2048 rounds")
@@ -243,7 +243,7 @@ def test_the_watchdog_pauses_a_head_without_accepted_drafts_for_doubling_interva
 
 def test_no_tokens_are_drafted_during_a_watchdog_pause_and_drafting_resumes_after_it():
     simulation = Simulation(lambda rows, k: STEP_S * (1 + 0.05 * k), (0.0, 0.0, 0.0))
-    while not simulation.controller.num_watchdog_trips:
+    while not simulation.controller.status()["mtp"]["num_watchdog_trips"]:
         simulation.run(1)
     assert "few drafts were accepted" in simulation.controller.status()["mtp"]["reason"]
     began = len(simulation.drafts)
@@ -252,7 +252,7 @@ def test_no_tokens_are_drafted_during_a_watchdog_pause_and_drafting_resumes_afte
     simulation.acceptance = (0.9, 0.9, 0.9)
     simulation.run(400)
     assert simulation.run(200) > 0.9 * best_rate(simulation.seconds, simulation.acceptance)
-    assert simulation.controller.num_watchdog_trips == 1
+    assert simulation.controller.status()["mtp"]["num_watchdog_trips"] == 1
 
 
 def test_a_request_whose_drafts_fail_does_not_end_drafting_for_later_requests():

@@ -13,12 +13,13 @@ import pytest
 
 from engine.__main__ import Chat, arguments
 from engine.config import EngineConfig
-from engine.core.request_check import check_pooling, check_request
+from engine.core.request_check import check_request
 from engine.protocol import EngineFailed, EngineRequest, FinishReason, InvalidRequest, SamplingParams
 from engine.worker import loader
 from engine.worker.model_report import report
 from engine.worker.model_runner import load_runner
 from tests.support.driver import Driver
+from tests.support.fake_runner import FakeRunner
 from tests.support.rerankers import NO, YES, describe_reranker, library_log_odds, make_reranker
 from tests.support.zoo import prompt
 
@@ -91,11 +92,13 @@ def test_scores_of_low_precision_weights_are_finer_than_logits_of_low_precision(
 
 
 def test_tokens_that_cannot_be_scored_are_refused_by_field():
+    runner = FakeRunner()
+    runner.vocab_size = 512
     with pytest.raises(InvalidRequest, match="scored token id 512 is not between 0 and 511") as error:
-        check_request(scored("d", [5], (512, NO)), EngineConfig(), 512, 1024)
+        check_request(scored("d", [5], (512, NO)), EngineConfig(), runner)
     assert error.value.field == "scored_tokens"
     with pytest.raises(InvalidRequest, match="scored_tokens needs the pooling last; it is mean"):
-        check_pooling(replace(scored("d", [5]), pooling="mean"), None)
+        check_request(replace(scored("d", [5]), pooling="mean"), EngineConfig(), runner)
 
 
 @pytest.mark.parametrize(("family", "changes"), [("cohere", {}), ("gemma2", {}), ("granite", {"logits_scaling": 2.0})])

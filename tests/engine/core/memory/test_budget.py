@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.core.memory.budget import MemoryBudget, make_memory_budget
-from engine.core.memory.chunks import ChunkMemory
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
 from engine.protocol import EngineFailed, EngineRequest, MemoryExceeded, SamplingParams
@@ -175,11 +174,10 @@ def chunk(books: MemoryBudget, start: int) -> int:
     [row] = rows(request("of a chunk", start + 1, 1))
     assert books.reserve([row]) == 0
     row.num_prefilled = start
-    chunks = ChunkMemory(books)
-    size = chunks.reserve_chunk(row, 2048)
+    size = books.reserve_chunk(row, 2048)
     assert books.free_bytes >= 0
-    chunks.end_chunk()
-    assert chunks.reserve_chunk(row, 2048) == size, "what it could be smaller by is free until the next is chosen"
+    books.end_chunk()
+    assert books.reserve_chunk(row, 2048) == size, "what it could be smaller by is free until the next is chosen"
     books.release(row.id)
     return size
 

@@ -277,7 +277,7 @@ def test_a_prompt_whose_assigned_prefix_another_one_copies_first_waits_for_memor
     assert engine.assigned() == {"short/0": [TURN]} and engine.runner.prompts == {"long/0": TURN + CHUNK}
     fix_prefill_costs(engine.core, 0.0, 0.001)
     engine.step()
-    assert not engine.assigned() and engine.core.scheduler.queued[0].rows[0].spec is short
+    assert not engine.assigned() and engine.core.scheduler.queue.prompts[0].rows[0].spec is short
     engine.finish_all()
     assert engine.tokens["long"] == answer(long) and engine.tokens["short"] == answer(short)
     assert engine.core.stats.num_preempted == 0
@@ -297,7 +297,7 @@ def test_a_prompt_that_could_not_take_over_its_prefix_is_not_assigned_it_again(m
         patch.setattr(prefix, "begin", refuse)
         engine.core.add_request(next_turn)
         engine.step()
-    (row,) = engine.core.scheduler.queued[0].rows
+    (row,) = engine.core.scheduler.queue.prompts[0].rows
     assert engine.core.scheduler.prefills.step.is_over, "the runner drops the row first"
     prefix.assign(row.prompt)
     assert not engine.assigned()
@@ -713,7 +713,7 @@ def test_a_snapshot_is_written_when_its_keys_and_values_are_returned(files):
 
 def test_a_kv_segment_that_is_written_for_want_of_memory_counts_while_a_prompt_holds_it(files):
     store, shelf = files(), Shelf(100, 200)
-    shelf.cache.file_parent = store.parent_of
+    shelf.cache.file_of = store.meta_of
     disk = DiskTier(store, shelf.memory, shelf.engine.runner, Clock(), CostModel())
     shelf.loans = Loans(shelf.memory, disk, shelf.engine.runner)
     shelf.move("r", shelf.nodes[-1])

@@ -9,6 +9,7 @@ from engine.core.prefix_cache.node import SnapshotNode
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.core.prefix_cache.store import SnapshotStore
 from engine.protocol import PromptOrigin
+from engine.snapshot_store.files import SnapshotMeta
 from tests.engine.core.prefix_cache.virtual_prompts import (
     STATE_BYTES,
     TOKEN_BYTES,
@@ -222,15 +223,18 @@ def test_the_price_is_the_seconds_that_eviction_is_expected_to_cost_and_evicts_n
 
 
 def test_a_snapshot_that_is_on_disk_too_costs_no_more_than_reading_it():
-    clock, on_disk = Clock(0.0), set[str]()
-    cache = SnapshotStore(clock, lambda digest: "" if digest in on_disk else None)
+    clock, files = Clock(0.0), dict[str, SnapshotMeta]()
+    cache = SnapshotStore(clock, files.get)
     engine = VirtualEngine(SnapshotMemory(cache, sys.maxsize, read_seconds=lambda num_bytes: num_bytes / 1e6), clock)
     filed, other = engine.conversation(100), engine.conversation(90)
     engine.turn(filed, 0)
     engine.turn(other, 0)
     entry = entry_of(engine, filed)
     assert entry is not None
-    on_disk.add(entry.digest)
+    key = entry.key
+    files[key.digest()] = SnapshotMeta(
+        key.digest(), "", 0, entry.kind, key.tenant, key.token_ids, (), entry.origin, 0.0
+    )
     assert engine.memory.price(1) == pytest.approx(0.5 * room(1, 100) / 1e6)
     engine.memory.evict()
     assert entry.snapshot is None and num_stored(engine, filed) == 100 and num_stored(engine, other) == 90

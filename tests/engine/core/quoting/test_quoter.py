@@ -11,7 +11,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.quoting.bookings import BOOKING_S
 from engine.core.quoting.load import OPEN_S
 from engine.core.quoting.residents import RESIDENT_S
-from engine.core.scheduler_output import Chunks
+from engine.core.scheduler_output import Published
 from engine.placement import ConversationKeys, Question
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from tests.benchmarks.sim_runner import GENERATION_TOKENS, MAC_4B, MAC_27B, STOP, ClockRunner, Machine
@@ -51,7 +51,7 @@ class Engine:
     def quote(self, question: Question):
         return self.core.quoter.quote(question)
 
-    def _publish(self, chunks: Chunks) -> None:
+    def _publish(self, chunks: Published) -> None:
         for row_id, chunk in chunks.items():
             self.outputs.setdefault(row_id.rpartition("/")[0], []).extend(chunk.token_ids)
 

@@ -1,22 +1,27 @@
-"""The queue of waiting requests, ordered by policy, ageing and fairness between clients; predicts waits. Pure."""
+"""The queue of waiting prompts, ordered by policy, ageing and fairness between clients; predicts waits. Pure."""
 
 from bisect import insort_left, insort_right
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 
 from engine.config import SchedulerConfig
+from engine.core.memory.needs import MemoryNeeds
 from engine.core.prompt import Prompt
 from engine.core.request import Request
 from engine.core.virtual_token_counter import VirtualTokenCounter
+from engine.protocol import QueuedRequest
 
 INTERVAL_EMA_WEIGHT = 0.2
+
+MAX_SHOWN = 32
+"""How many queued prompts the status page lists."""
 
 Tagged = tuple[float, float, Prompt]
 _TAG = itemgetter(0, 1)  # the client's service so far, rank
 
 
-class RequestQueue:
-    """Holds queued requests in the order of their ranks.
+class PromptQueue:
+    """Holds queued prompts in the order of their ranks.
 
     Args:
         config: Policy, ageing, timeout and fairness.
@@ -80,7 +85,7 @@ class RequestQueue:
         return [prompt for prompt in self._prompts if prompt.arrived_s <= latest and not prompt.has_output]
 
     def expected_wait_s(self, position: int) -> float | None:
-        """Predict the wait of the request at a position (1 is the next) from recent admissions; None if unknown."""
+        """Predict the wait of the prompt at a position (1 is the next) from recent admissions; None if unknown."""
         return None if self._interval_s is None else position * self._interval_s
 
     def waited_s(self, prompt: Prompt) -> float:
@@ -107,13 +112,28 @@ class RequestQueue:
         by_tag = {priority: iter(sorted(tagged, key=_TAG)) for priority, tagged in by_priority.items()}
         return [next(by_tag[prompt.priority])[2] for prompt in self._prompts]
 
+    def status(self, needs: MemoryNeeds) -> tuple[QueuedRequest, ...]:
+        """Return the first MAX_SHOWN prompts in the order in which they would be admitted now, for the status page."""
+        return tuple(
+            QueuedRequest(
+                prompt.row.spec.request_id,
+                position,
+                len(prompt.rows),
+                needs.min_bytes(needs.need(prompt.rows)),
+                self.waited_s(prompt),
+                self.expected_wait_s(position),
+                prompt.has_output,
+            )
+            for position, prompt in enumerate(self.order()[:MAX_SHOWN], 1)
+        )
+
     def _tagged(self) -> Iterator[Tagged]:
         """Yield (tag, rank, prompt) by rank.
 
-        A client's first request has the client's service so far as its tag, the second that plus the first one's cost,
+        A client's first prompt has the client's service so far as its tag, the second that plus the first one's cost,
         and so on.
 
-        A preempted request whose answer has begun comes first within its priority after ageing_s, whatever its client's
+        A preempted prompt whose answer has begun comes first within its priority after ageing_s, whatever its client's
         service: new clients, with no service so far, could otherwise pass it for ever.
         """
         ahead, aged_s = dict[str, float](), self._clock() - self._config.ageing_s

@@ -59,7 +59,7 @@ def test_an_urgent_request_preempts_a_less_urgent_prompt_in_progress():
     assert sorted(work.drop) == ["wide/0", "wide/1"] and list(work.prefill) == urgent
     assert [row.state for row in wide] == [RequestState.WAITING] * 2 and wide[0].num_prefilled == 0
     assert scheduler._stats.num_preempted == 2
-    assert [waiting.request_id for waiting in scheduler.queue()] == ["wide", "equal"]
+    assert [waiting.request_id for waiting in scheduler.queue.status(scheduler.budget.needs)] == ["wide", "equal"]
 
 
 def test_a_restarted_prompt_is_preempted_only_after_a_wait_that_doubles_with_each_restart():
@@ -151,7 +151,7 @@ def test_a_preempted_row_waits_at_the_head_of_its_priority():
     clock.advance(1)
     scheduler.preempt(row, "growth")
     assert row.state is RequestState.WAITING and row.num_prefilled == 0
-    order = [waiting.request_id for waiting in scheduler.queue()]
+    order = [waiting.request_id for waiting in scheduler.queue.status(scheduler.budget.needs)]
     assert order == ["better", "a", "older equal"]
 
 

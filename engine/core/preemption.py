@@ -16,7 +16,7 @@ costs less than 5 % of the device's time."""
 
 
 LATE_PART = 0.8
-"""After this share of queue_timeout_s a request may preempt rows earlier, because it would expire soon."""
+"""After this share of queue_timeout_s a prompt may preempt rows earlier, because it would expire soon."""
 
 
 Victim = Request | Prompt
@@ -26,7 +26,7 @@ V = TypeVar("V", bound=Victim)
 
 
 class Preemption:
-    """Chooses rows and prompts in progress to preempt for a queued request.
+    """Chooses rows and prompts in progress to preempt for a queued prompt.
 
     Nothing is chosen unless the freed rows and bytes suffice.
 
@@ -52,7 +52,7 @@ class Preemption:
             queued: The queued prompt.
             now: Time on the scheduler's clock.
             num_rows: Free rows.
-            num_bytes: Bytes that can be evicted for the request.
+            num_bytes: Bytes that can be evicted for it.
             in_progress: The prompts in progress.
         """
         prompts = [one for one in reversed(in_progress) if self._may_preempt_prompt(one, queued, now)]
@@ -60,11 +60,11 @@ class Preemption:
         return self._enough(queued, sorted(weaker, key=_priority, reverse=True), num_rows, num_bytes)
 
     def _may_preempt_prompt(self, prompt: Prompt, queued: Prompt, now: float) -> bool:
-        """Return whether a more urgent request may preempt a prompt in progress.
+        """Return whether a more urgent prompt may preempt a prompt in progress.
 
-        A protected prompt is preempted only after its first chunk, and only by a request that has waited for as long as
-        its own prompt takes and as recomputing the protected one takes, doubled for each earlier restart: a stream of
-        urgent requests can neither keep it from beginning nor restart it for ever.
+        A protected prompt is preempted only after its first chunk, and only by one that has waited for as long as its
+        own computation takes and as recomputing the protected one takes, doubled for each earlier restart: a stream of
+        urgent prompts can neither keep it from beginning nor restart it for ever.
         """
         if not prompt.is_protected:
             return True
@@ -76,7 +76,7 @@ class Preemption:
     def choose_for_fairness(self, queued: Prompt, now: float, num_rows: int, num_bytes: int) -> list[Request]:
         """Choose the latest rows of clients above their fair share, in rows or bytes, for a client below its own.
 
-        The choice is empty if they do not suffice, or if recomputing them takes longer than the request has waited. The
+        The choice is empty if they do not suffice, or if recomputing them takes longer than `queued` has waited. The
         arguments are those of `choose_for_priority`.
         """
         num_clients = max(self._shares.num_active, 1)

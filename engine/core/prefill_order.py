@@ -9,12 +9,8 @@ from engine.core.prompt import Prompt
 OLDEST_SHARE = 1 / 3
 """Share of the prefill time that the oldest prompt in progress gets while shorter ones are computed first."""
 
-MIN_IDLE_STEP_S, MAX_IDLE_STEP_S = 0.25, 1.5
-"""Bounds in seconds of a step's prefill time while no row decodes: new requests and aborts wait for the end of the
-step."""
-
-FIXED_PARTS = 20
-"""Within these bounds a step lasts this many times a forward's fixed time, which is then 5 % of it."""
+OLDEST_PER_OTHER_S = OLDEST_SHARE / (1 - OLDEST_SHARE)
+"""Seconds that the oldest prompt in progress gets per second of shorter ones."""
 
 
 @dataclass(slots=True)
@@ -65,7 +61,7 @@ class PrefillOrder:
 
     def images_s(self, prompt: Prompt) -> float:
         """Predict the seconds until the prompt's images are encoded; its first chunk follows them."""
-        return max(0.0, sum(map(self._costs.image_s, prompt.num_patches)) - prompt.encoded_s)
+        return max(0.0, sum(map(self._costs.image_s, prompt.patch_counts)) - prompt.encoded_s)
 
     def choose(self, prompts: Sequence[Prompt], chunk_s: float) -> Prompt:
         """Choose among prompts of equal priority, given in the order of their admission.
@@ -90,4 +86,4 @@ class PrefillOrder:
         if prompt is self._oldest:
             self._owed_s = max(0.0, self._owed_s - seconds)
         else:
-            self._owed_s += seconds * OLDEST_SHARE / (1 - OLDEST_SHARE)
+            self._owed_s += seconds * OLDEST_PER_OTHER_S

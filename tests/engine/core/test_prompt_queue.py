@@ -46,9 +46,9 @@ def test_a_preempted_row_goes_first_only_after_it_has_waited_long():
     scheduler.update_decode({row.id: out(*range(3, 13))})
     scheduler.preempt(row, "growth")
     scheduler.add(rows_of(of("modest", "new")))
-    assert [one.request_id for one in scheduler.queue()] == ["new", "begun"]
+    assert [one.request_id for one in scheduler.queue.status(scheduler.budget.needs)] == ["new", "begun"]
     clock.advance(6)
-    assert [one.request_id for one in scheduler.queue()] == ["begun", "new"]
+    assert [one.request_id for one in scheduler.queue.status(scheduler.budget.needs)] == ["begun", "new"]
 
 
 def test_a_new_or_returning_client_starts_level_with_the_active_clients():
@@ -157,14 +157,14 @@ def test_the_queue_reports_positions_and_expected_waits():
     scheduler = scheduler_of(clock=clock, max_running=1)
     for name in "abcd":
         scheduler.add(rows_of(spec(name)))
-    assert scheduler.queue()[0].expected_wait_s is None, "nobody knows yet"
+    assert scheduler.queue.status(scheduler.budget.needs)[0].expected_wait_s is None, "nobody knows yet"
     for _ in range(2):
         [row] = step_of(scheduler).prefill
         scheduler.abort(row.spec.request_id)
         clock.advance(4)
-    shown = scheduler.queue()
+    shown = scheduler.queue.status(scheduler.budget.needs)
     assert [(one.request_id, one.position, one.waited_s) for one in shown] == [("c", 1, 8.0), ("d", 2, 8.0)]
     assert [one.expected_wait_s for one in shown] == [4.0, 8.0] and scheduler.expected_wait_s() == 12.0
     for name in "cd":
         scheduler.abort(name)
-    assert scheduler.queue() == () and scheduler.expected_wait_s() == 0.0
+    assert scheduler.queue.status(scheduler.budget.needs) == () and scheduler.expected_wait_s() == 0.0
