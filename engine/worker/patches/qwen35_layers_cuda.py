@@ -1,10 +1,10 @@
 """The layers of Qwen3.5 in decode steps on CUDA, of few kernels.
 
-mlx_vlm 0.7.10 computes a layer by 25 to 40 operations, and a step of 32 layers takes the host longer than the device.
-Here a recurrent layer takes five kernels and two norms, an attention layer few more: projections of the same rows are
-one kernel, as are all operations between those of a recurrent layer (delta_layer_cuda), the norms and the rope of heads
-(rotated_heads_cuda), and each product that is added to what the layer began with. What a kernel does not support is
-computed as in the library. It can be removed when the library computes a step of a layer by as few kernels.
+mlx_vlm 0.7.10 computes a recurrent layer by some thirty operations, and a step of 32 layers takes the host longer than
+the device. Here a recurrent layer takes five kernels and two norms: projections of the same rows are one kernel, as are
+all operations between those of a recurrent layer (delta_layer_cuda), and each product with what it is added to. What a
+kernel does not support is computed as in the library. It can be removed when the library computes a step of a layer by
+as few kernels.
 """
 
 from typing import Any
@@ -17,18 +17,10 @@ from mlx_vlm.models.qwen3_5.language import (
     Qwen3_5MLP,
 )
 
-from engine.worker.patches import delta_layer_cuda, few_rows_cuda, rotated_heads_cuda
+from engine.worker.patches import delta_layer_cuda, few_rows_cuda
 
 _library_recurrent: Any = Qwen3_5GatedDeltaNet.__call__
 _library_attention: Any = Qwen3_5Attention.__call__
-
-
-class _AsTheyAre:
-    """Stands for the rope of heads that are already rotated."""
-
-    @staticmethod
-    def apply_rotary(queries: mx.array, keys: mx.array, *args: Any, **kwargs: Any) -> tuple[mx.array, mx.array]:
-        return queries, keys
 
 
 class _Projected:
@@ -37,16 +29,12 @@ class _Projected:
     Args:
         layer: The layer.
         x: Its input [B, L, hidden].
-        rotary: Cosines and sines [B, L, rotary]; None if the library is to normalize and rotate.
         to: What the layer's output is added to; None for nothing.
     """
 
-    def __init__(self, layer: Any, x: mx.array, rotary: tuple[mx.array, mx.array] | None, to: mx.array | None):
+    def __init__(self, layer: Any, x: mx.array, to: mx.array | None):
         self._layer, self._to = layer, to
         self._queries, self._keys, self._values = few_rows_cuda.products((layer.q_proj, layer.k_proj, layer.v_proj), x)
-        if rotary is not None:
-            q, k = rotated_heads_cuda.rotated_heads(layer, self._queries, self._keys, *rotary)
-            self.q_norm, self.k_norm, self.rotary_emb = (lambda _: q), (lambda _: k), _AsTheyAre
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -78,21 +66,9 @@ def recurrent(
     return self.out_proj(y) if to is None else few_rows_cuda.added(to, self.out_proj, y)
 
 
-def attention(
-    self: Any,
-    x: mx.array,
-    mask: Any = None,
-    cache: Any = None,
-    position_ids: mx.array | None = None,
-    position_embeddings: tuple[mx.array, mx.array] | None = None,
-    to: mx.array | None = None,
-) -> mx.array:
+def attention(self: Any, x: mx.array, *args: Any, to: mx.array | None = None, **kwargs: Any) -> mx.array:
     """Stand for `Qwen3_5Attention.__call__`; the result is added to `to`, if there is one."""
-    rotary = None
-    if position_embeddings is not None and position_embeddings[0].shape[:2] == x.shape[:2]:
-        rotary, position_embeddings = position_embeddings, None
-    layer = _Projected(self, x, rotary, to)
-    return _library_attention(layer, x, mask, cache, position_ids, position_embeddings)
+    return _library_attention(_Projected(self, x, to), x, *args, **kwargs)
 
 
 def mlp(self: Any, x: mx.array, to: mx.array | None = None) -> mx.array:

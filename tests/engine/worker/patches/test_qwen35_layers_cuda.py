@@ -2,17 +2,16 @@
 
 import engine.worker  # noqa: F401  # before MLX
 
-import gc  # isort: skip
+import mlx.core as mx  # isort: skip
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_vlm.models.cache import ArraysCache, KVCache
 from mlx_vlm.models.qwen3_5 import language
 
 from engine.worker import kernel_checks
-from engine.worker.patches import delta_layer_cuda, qwen35_layers_cuda, rotated_heads_cuda
+from engine.worker.patches import delta_layer_cuda, few_rows_cuda, qwen35_layers_cuda
 from engine.worker.recurrent_layer import BatchRecurrentLayer
 
 POSITIONS = mx.broadcast_to(mx.arange(5, dtype=mx.int32), (3, 2, 5))
@@ -43,19 +42,8 @@ def test_a_recurrent_layer_without_the_kernels_is_the_library_s(x):
     assert mx.array_equal(alone, layer.linear_attn(x, None, ArraysCache(2)))
 
 
-def plain_heads(layer, queries, keys, cosines, sines):
-    """What the kernel computes, by the library's operations."""
-    batch, length, _ = queries.shape
-    q = mx.split(queries.reshape(batch, length, layer.num_attention_heads, -1), 2, axis=-1)[0]
-    k = keys.reshape(batch, length, layer.num_key_value_heads, -1)
-    q, k = (norm(heads).transpose(0, 2, 1, 3) for norm, heads in ((layer.q_norm, q), (layer.k_norm, k)))
-    rotated: Any = language.apply_multimodal_rotary_pos_emb(q, k, cosines, sines)
-    return tuple(heads.transpose(0, 2, 1, 3) for heads in rotated)
-
-
 @pytest.mark.parametrize("gives_rotary", [True, False])
-def test_an_attention_layer_with_plain_heads_is_the_library_s(x, gives_rotary, monkeypatch):
-    monkeypatch.setattr(rotated_heads_cuda, "rotated_heads", plain_heads)
+def test_an_attention_layer_without_the_kernels_is_the_library_s(x, gives_rotary):
     layer = layer_of(1)
     rotary = layer.self_attn.rotary_emb(x, POSITIONS) if gives_rotary else None
     expected = layer(x, "causal", KVCache(), POSITIONS, rotary)
@@ -63,18 +51,28 @@ def test_an_attention_layer_with_plain_heads_is_the_library_s(x, gives_rotary, m
     assert mx.allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_projections_of_a_forward_are_freed_without_collecting_garbage(x, monkeypatch):
-    monkeypatch.setattr(rotated_heads_cuda, "rotated_heads", plain_heads)
+def test_an_attention_layer_uses_what_was_projected_at_once_and_adds_the_rest(x, monkeypatch):
+    """The products stand for the kernel: each layer's result is marked, and must be in what the layer computes."""
     layer = layer_of(1).self_attn
-    gc.collect()
-    gc.disable()
-    try:
-        before = sum(isinstance(one, qwen35_layers_cuda._Projected) for one in gc.get_objects())
-        mx.eval(qwen35_layers_cuda.attention(layer, x, "causal", KVCache(), POSITIONS, layer.rotary_emb(x, POSITIONS)))
-        after = sum(isinstance(one, qwen35_layers_cuda._Projected) for one in gc.get_objects())
-    finally:
-        gc.enable()
-    assert before == after == 0
+    calls = []
+
+    def products(layers, rows):
+        calls.append([one.weight.shape[0] for one in layers])
+        return [one(rows) * 2 for one in layers]
+
+    def added(to, one, rows):
+        calls.append("added")
+        return to + one(rows)
+
+    monkeypatch.setattr(few_rows_cuda, "products", products)
+    monkeypatch.setattr(few_rows_cuda, "added", added)
+    got = qwen35_layers_cuda.attention(layer, x, "causal", KVCache(), POSITIONS, to=x)
+    plain = layer_of(1).self_attn
+    plain.update(layer.parameters())
+    for name in ("q_proj", "k_proj", "v_proj"):
+        plain[name].weight = 2 * plain[name].weight
+    assert calls == [[512, 128, 128], "added"]
+    assert mx.allclose(got, x + plain(x, "causal", KVCache(), POSITIONS), rtol=1e-4, atol=1e-4)
 
 
 def test_the_kernel_takes_steps_of_a_decode_group_alone(x):
