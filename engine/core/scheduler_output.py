@@ -1,4 +1,4 @@
-"""What the scheduler returns: tokens to publish, and the rows that it releases."""
+"""Results of the scheduler: new tokens of rows, and rows to drop."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -38,7 +38,7 @@ SOURCE = """
     // products: which columns a product adds up does not matter as long as both operands agree.
     const int rows = x_shape[0], columns = x_shape[1];
     const int lane = threadIdx.x, warp = threadIdx.y, group = lane >> 2, part = (lane & 3) * 8;
-    // A block's outputs are of one weight, or half of them of the gate and half, the same ones, of what it multiplies.
+    // All of a block's tiles are of one weight; with a gate the first half is of the gate, the second of `up`.
     constexpr int Own = Gated ? OutTiles / 2 : OutTiles;
     const int chunks = columns / 32, first = block * (8 * Own);
     const bool aligned = (size_t(x) | size_t(w) | size_t(up)) % 16 == 0;
@@ -168,7 +168,7 @@ def gated(gate: Any, up: Any, x: mx.array) -> mx.array:
 
 def added(to: mx.array, layer: Any, x: mx.array) -> mx.array:
     """Return to [..., out] + layer(x), by one kernel if the layer is linear, without a bias, and supported."""
-    if to.dtype != x.dtype or not _are_supported(x, (layer,)):
+    if to.dtype != x.dtype or to.shape[:-1] != x.shape[:-1] or not _are_supported(x, (layer,)):
         return to + layer(x)
     return _multiply(x, [layer.weight], to, form="added")[0]
 
@@ -180,7 +180,7 @@ def _multiply(x: mx.array, weights: Sequence[mx.array], *others: mx.array, form:
     """Return x [..., in] times each of the transposed weights [out, in], as `products`, `gated` or `added` say."""
     size, per_block = x.shape[-1], OUTPUTS * SIZES["OutTiles"] // (2 if form == "gated" else 1)
     rows, num_outputs = x.size // size, [weight.shape[0] for weight in weights[: 1 if form == "gated" else None]]
-    results = _kernel(_NAMES[x.dtype], len(weights), form)(
+    return _kernel(_NAMES[x.dtype], len(weights), form)(
         inputs=[x.reshape(rows, size), *weights, *others],
         template=[("T", x.dtype), ("RowTiles", -(-rows // ROWS)), *SIZES.items()],
         grid=(32 * sum(-(-num // per_block) for num in num_outputs), WARPS, 1),
@@ -188,7 +188,6 @@ def _multiply(x: mx.array, weights: Sequence[mx.array], *others: mx.array, form:
         output_shapes=[(*x.shape[:-1], num) for num in num_outputs],
         output_dtypes=[x.dtype] * len(num_outputs),
     )
-    return results
 
 
 @cache

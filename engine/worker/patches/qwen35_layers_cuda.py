@@ -1,8 +1,9 @@
 """The layers of Qwen3.5 in decode steps on CUDA, of few kernels.
 
 mlx_vlm 0.7.10 computes a recurrent layer by some thirty operations, and a step of 32 layers takes the host longer than
-the device. Here a recurrent layer takes five kernels and two norms: projections of the same rows are one kernel, as are
-all operations between those of a recurrent layer (delta_layer_cuda), and each product with what it is added to. What a
+the device. Here a recurrent layer takes five kernels and two norms: its input projections are one kernel, as is what
+follows up to the output projection (delta_layer_cuda), the gated half of the MLP, and each of the two products that are
+added to the hidden states. In an attention layer the projections are one kernel, and the rest is the library's. What a
 kernel does not support is computed as in the library. It can be removed when the library computes a step of a layer by
 as few kernels.
 """

@@ -157,7 +157,8 @@ def test_the_queue_reports_positions_and_expected_waits():
     scheduler = scheduler_of(clock=clock, max_running=1)
     for name in "abcd":
         scheduler.add(rows_of(spec(name)))
-    assert scheduler.queue.status(scheduler.budget.needs)[0].expected_wait_s is None, "nobody knows yet"
+    first = scheduler.queue.status(scheduler.budget.needs)[0]
+    assert first.expected_wait_s is None, "no request has left the queue yet"
     for _ in range(2):
         [row] = step_of(scheduler).prefill
         scheduler.abort(row.spec.request_id)
