@@ -18,7 +18,7 @@ from mlx_vlm.models.rope_utils import MRoPERotaryEmbedding
 
 from engine.worker import loader
 from engine.worker.kv_cache import BatchKVLayer, Cursor
-from engine.worker.patches import few_rows_cuda
+from engine.worker.patches import few_rows_cuda, step_attention_cuda
 from engine.worker.recurrent_layer import BatchRecurrentLayer
 
 LIMIT = 1e-3
@@ -162,10 +162,16 @@ def few_rows() -> KernelFigure:
         x = mx.random.normal((num_rows, 1, size), key=mx.random.key(num_rows)).astype(mx.bfloat16)
         to = mx.random.normal((num_rows, 1, num_outputs), key=mx.random.key(0)).astype(mx.bfloat16)
         first, second, third, other = (_exact(x) @ _exact(layer.weight).T for layer in (*layers, biased))
+        norm = nn.RMSNorm(size)
+        norm.weight = mx.random.normal((size,), key=mx.random.key(1)).astype(mx.bfloat16)
+        normed = _exact(x) / np.sqrt((_exact(x) ** 2).mean(-1, keepdims=True) + norm.eps) * _exact(norm.weight)
+        gate, up = (normed @ _exact(layer.weight).T for layer in layers[:2])
         computed = {
             "alone": (biased(x), other + _exact(biased.bias)),
             "gated": (few_rows_cuda.gated(layers[0], layers[1], x), first / (1 + np.exp(-first)) * second),
             "added": (few_rows_cuda.added(to, layers[0], x), _exact(to) + first),
+            "normed": (few_rows_cuda.products(layers[1:], x, norm)[0], up),
+            "normed and gated": (few_rows_cuda.gated(layers[0], layers[1], x, norm), gate / (1 + np.exp(-gate)) * up),
         }
         several = zip(few_rows_cuda.products(layers, x), (first, second, third), strict=True)
         errors += [_error(got, expected) for got, expected in (*computed.values(), *several)]
@@ -178,44 +184,98 @@ def decoder_layers() -> KernelFigure:
     On CUDA the steps and the verification have kernels of Orchard.
     """
     errors = []
-    for index in range(LAYERS.num_hidden_layers):
-        layer: Any = language.Qwen3_5DecoderLayer(LAYERS, index)
+    for layer in _layers(mx.float32):
         x = mx.random.normal((3, 5, 128), key=mx.random.key(2))
         whole: Any = ArraysCache(2) if layer.is_linear else KVCache()
         expected = _forward(layer, x, whole, 0, None if layer.is_linear else "causal")
-        rows = _no_tokens(layer)
-        steps = []
-        for t in range(5):
-            steps.append(_forward(layer, x[:, t : t + 1], rows, t))
-            mx.eval(rows.state)
-        verifying = _no_tokens(layer)
-        verifying.recording = True
-        verified = _forward(layer, x, verifying, 0)
-        verifying.commit(mx.array([5, 5, 5], mx.int32))
-        errors += [_error(mx.concatenate(steps, axis=1), expected), _error(verified, expected)]
+        (steps, rows), (verified, verifying) = _in_steps(layer, x), _verified(layer, x)
+        errors += [_error(steps, expected), _error(verified, expected)]
         errors += [_error(got, of) for got, of in zip(verifying.state, rows.state, strict=True)]
     return KernelFigure(max(errors), LIMIT, f"{loader.device_kind()} kernels")
 
 
-def _no_tokens(layer: Any) -> Any:
-    """Return the layer's cache of three rows without tokens."""
+def same_bits() -> KernelFigure | str:
+    """Compute tokens by layers of Qwen3.5 in bfloat16 in every way that steps do: the same bits each time."""
+    if loader.device_kind() != "cuda":
+        return "Orchard's kernels of whole layers are for CUDA alone"
+    different = 0
+    for layer in _layers(mx.bfloat16):
+        x = mx.random.normal((3, 5, 128), key=mx.random.key(2)).astype(mx.bfloat16)
+        steps = _in_steps(layer, x)[0]
+        alone = mx.concatenate([_in_steps(layer, x[i : i + 1])[0] for i in range(3)])
+        different += sum(int((one != steps).sum()) for one in (alone, _verified(layer, x)[0]))
+    return KernelFigure(different, 0, "numbers that differ: rows alone and together, tokens verified and one by one")
+
+
+def _layers(dtype: mx.Dtype) -> list[Any]:
+    layers: list[Any] = [language.Qwen3_5DecoderLayer(LAYERS, index) for index in range(LAYERS.num_hidden_layers)]
+    for layer in layers:
+        layer.set_dtype(dtype)
+    return layers
+
+
+def _in_steps(layer: Any, x: mx.array) -> tuple[mx.array, Any]:
+    """Return the outputs for x [B, L, 128], one token after the other, and the cache."""
+    rows, steps = _no_tokens(layer, x), []
+    for t in range(x.shape[1]):
+        steps.append(_forward(layer, x[:, t : t + 1], rows, t))
+        mx.eval(rows.state)
+    return mx.concatenate(steps, axis=1), rows
+
+
+def _verified(layer: Any, x: mx.array) -> tuple[mx.array, Any]:
+    """Return the outputs for x [B, L, 128] as one verification of which all is kept, and the cache."""
+    rows = _no_tokens(layer, x)
+    rows.recording = True
+    y = _forward(layer, x, rows, 0)
+    rows.commit(mx.full(x.shape[0], x.shape[1], mx.int32))
+    return y, rows
+
+
+def _no_tokens(layer: Any, x: mx.array) -> Any:
+    """Return the layer's cache for the rows of x, without tokens."""
+    num_rows = x.shape[0]
     if not layer.is_linear:
-        slots = mx.zeros((3, 2, 8, 64))
-        return BatchKVLayer(slots, slots, Cursor(mx.zeros(3, mx.int32), 8))
+        slots = mx.zeros((num_rows, 2, 8, 64), x.dtype)
+        return BatchKVLayer(slots, slots, Cursor(mx.zeros(num_rows, mx.int32), 8))
     delta = layer.linear_attn
     sizes = (delta.num_v_heads, delta.head_v_dim, delta.head_k_dim)
-    return BatchRecurrentLayer([mx.zeros((3, delta.conv_kernel_size - 1, delta.conv_dim)), mx.zeros((3, *sizes))])
+    window = mx.zeros((num_rows, delta.conv_kernel_size - 1, delta.conv_dim), x.dtype)
+    return BatchRecurrentLayer([window, mx.zeros((num_rows, *sizes))])
 
 
 def _forward(layer: Any, x: mx.array, layer_cache: Any, start: int, mask: Any = None) -> mx.array:
-    """Return the layer's output for x [3, L, 128] behind `start` tokens."""
+    """Return the layer's output for x [B, L, 128] behind `start` tokens."""
     if layer.is_linear:
         return layer(x, None, layer_cache)
-    positions = mx.broadcast_to(start + mx.arange(x.shape[1], dtype=mx.int32), (3, 3, x.shape[1]))
+    positions = mx.broadcast_to(start + mx.arange(x.shape[1], dtype=mx.int32), (3, *x.shape[:2]))
     if isinstance(layer_cache, BatchKVLayer):
-        layer_cache.cursor.start = mx.full(3, start, mx.int32)
+        layer_cache.cursor.start = mx.full(x.shape[0], start, mx.int32)
         mask = layer_cache.make_mask(x.shape[1])
     return layer(x, mask, layer_cache, positions, layer.self_attn.rotary_emb(x, positions))
+
+
+def step_attention() -> KernelFigure | str:
+    """Attend to rows of several lengths, one to four tokens each, against float64."""
+    if loader.device_kind() != "cuda":
+        return "Orchard's attention of decode steps is for CUDA alone"
+    errors = []
+    for length, heads, size, slots in product((1, 4), (8, 12), (64, 256), (512, 1280)):
+        starts = mx.array([0, 7, 300, slots - length], mx.int32)
+        keys, values = (mx.random.normal((4, 2, slots, size), key=mx.random.key(i)) for i in (0, 1))
+        queries = mx.random.normal((4, length, heads, size), key=mx.random.key(2))
+        gates = mx.random.normal((4, length, heads * 2 * size), key=mx.random.key(3))
+        cache = BatchKVLayer(keys, values, Cursor(starts, slots))
+        got = step_attention_cuda.attend(queries, gates, cache, size**-0.5)
+        k, v = (np.repeat(_exact(one), heads // 2, axis=1) for one in (keys, values))
+        scores = np.einsum("blhd,bhsd->blhs", _exact(queries), k) * size**-0.5
+        own = np.array(starts)[:, None] + np.arange(length)
+        scores[np.broadcast_to((np.arange(slots) > own[..., None])[:, :, None], scores.shape)] = -np.inf
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        seen = np.einsum("blhs,bhsd->blhd", weights / weights.sum(-1, keepdims=True), v)
+        gated = seen / (1 + np.exp(-_exact(gates).reshape(4, length, heads, 2, size)[:, :, :, 1]))
+        errors.append(_error(got, gated.reshape(got.shape)))
+    return KernelFigure(max(errors), LIMIT, "cuda kernels")
 
 
 def _exact(x: mx.array) -> np.ndarray:
@@ -312,6 +372,8 @@ KERNEL_CHECKS: dict[str, Callable[[], KernelFigure | str]] = {
     "gated delta rule with states": gated_delta_states,
     "products of few rows": few_rows,
     "decoder layers": decoder_layers,
+    "decoder layers, same bits": same_bits,
+    "attention of decode steps": step_attention,
     "quantized output layer": quantized_head,
     "exact verifier, output layer": exact_verifier_head,
     "cache write (put_along_axis)": cache_write,

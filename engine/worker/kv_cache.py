@@ -39,6 +39,14 @@ class Cursor:
     as_offset: bool = False
     """Whether the layers' offset is `start`, from which they derive positions, or the extent, with explicit
     positions."""
+    _slots: tuple[mx.array, mx.array] | None = None
+    """`start` and the slots of as many new tokens from it on; layers that write as many need them again."""
+
+    def slots(self, num_new: int) -> mx.array:
+        """Return the slots of new tokens, int32 [B, num_new]."""
+        if self._slots is None or self._slots[0] is not self.start or self._slots[1].shape[1] != num_new:
+            self._slots = self.start, self.start[:, None] + mx.arange(num_new)
+        return self._slots[1]
 
     def mask(self, num_new: int, window_size: int | None) -> mx.array | str | None:
         """Return which slots each new token sees: bool [B, 1, num_new, extent], or the library's shorthand.
@@ -324,5 +332,5 @@ def _written(slots: mx.array, new: mx.array, cursor: Cursor) -> mx.array:
     if at is not None:
         slots[..., at : at + length, :] = new
         return slots
-    index = (cursor.start[:, None] + mx.arange(length))[:, None, :, None]
+    index = cursor.slots(length)[:, None, :, None]
     return mx.put_along_axis(slots, mx.broadcast_to(index, new.shape), new, axis=2)

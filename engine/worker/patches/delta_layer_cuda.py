@@ -188,7 +188,7 @@ def step(layer: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache
 @cache
 def _kernel(eps: float) -> Any:
     return mx.fast.cuda_kernel(
-        name=f"delta_layer_{eps:.0e}".replace("-", "_"),
+        name="delta_layer",
         input_names=["qkv", "z", "b_gate", "a", "window", "state", "taps", "a_log", "dt_bias", "norm_weight"],
         output_names=["y", "windows", "states"],
         header=f"constexpr float EPS = {eps!r}f;",

@@ -1,16 +1,18 @@
 """The layers of Qwen3.5 in decode steps on CUDA, of few kernels.
 
-mlx_vlm 0.7.10 computes a recurrent layer by some thirty operations, and a step of 32 layers takes the host longer than
-the device. Here a recurrent layer takes five kernels and two norms: its input projections are one kernel, as is what
-follows up to the output projection (delta_layer_cuda), the gated half of the MLP, and each of the two products that are
-added to the hidden states. In an attention layer the projections are one kernel, and the rest is the library's. What a
-kernel does not support is computed as in the library. It can be removed when the library computes a step of a layer by
-as few kernels.
+mlx_vlm 0.7.10 computes a recurrent layer by some thirty operations and an attention layer by some fifty, and a step of
+32 layers takes the host longer than the device. Here a recurrent layer takes five kernels: its norm and input
+projections are one, as is what follows up to the output projection (delta_layer_cuda), the norm and the gated half of
+the MLP, and each of the two products that are added to the hidden states. An attention layer takes seven, or eight
+behind 512 tokens: beside projections and MLP the norms and rope of the heads (rotated_heads_cuda), two writes of keys
+and values, and the gated attention (step_attention_cuda). What a kernel does not support is computed as in the library.
+It can be removed when the library computes a step of a layer by as few kernels.
 """
 
 from typing import Any
 
 import mlx.core as mx
+from mlx_vlm.models.base import scaled_dot_product_attention
 from mlx_vlm.models.qwen3_5.language import (
     Qwen3_5Attention,
     Qwen3_5DecoderLayer,
@@ -18,63 +20,72 @@ from mlx_vlm.models.qwen3_5.language import (
     Qwen3_5MLP,
 )
 
-from engine.worker.patches import delta_layer_cuda, few_rows_cuda
+from engine.worker.kv_cache import BatchKVLayer
+from engine.worker.patches import delta_layer_cuda, few_rows_cuda, rotated_heads_cuda, step_attention_cuda
 
 _library_recurrent: Any = Qwen3_5GatedDeltaNet.__call__
 _library_attention: Any = Qwen3_5Attention.__call__
 
 
-class _Projected:
-    """One forward of an attention layer whose queries, keys and values are already computed.
-
-    Args:
-        layer: The layer.
-        x: Its input [B, L, hidden].
-        to: What the layer's output is added to; None for nothing.
-    """
-
-    def __init__(self, layer: Any, x: mx.array, to: mx.array | None):
-        self._layer, self._to = layer, to
-        self._queries, self._keys, self._values = few_rows_cuda.products((layer.q_proj, layer.k_proj, layer.v_proj), x)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-    def q_proj(self, x: mx.array) -> mx.array:
-        return self._queries
-
-    def k_proj(self, x: mx.array) -> mx.array:
-        return self._keys
-
-    def v_proj(self, x: mx.array) -> mx.array:
-        return self._values
-
-    def o_proj(self, x: mx.array) -> mx.array:
-        return self._layer.o_proj(x) if self._to is None else few_rows_cuda.added(self._to, self._layer.o_proj, x)
-
-
 def recurrent(
-    self: Any, inputs: mx.array, mask: mx.array | None = None, cache: Any = None, to: mx.array | None = None
+    self: Any,
+    inputs: mx.array,
+    mask: mx.array | None = None,
+    cache: Any = None,
+    to: mx.array | None = None,
+    norm: Any = None,
 ) -> mx.array:
-    """Stand for `Qwen3_5GatedDeltaNet.__call__`; the result is added to `to`, if there is one."""
+    """Stand for `Qwen3_5GatedDeltaNet.__call__`, behind a norm if there is one; the result is added to `to`, if any."""
     if not delta_layer_cuda.is_supported(self, inputs, mask, cache):
-        y = _library_recurrent(self, inputs, mask, cache)
+        y = _library_recurrent(self, inputs if norm is None else norm(inputs), mask, cache)
         return y if to is None else to + y
     projections = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
-    qkv, z, b, a = few_rows_cuda.products(projections, inputs)
+    qkv, z, b, a = few_rows_cuda.products(projections, inputs, norm)
     y = delta_layer_cuda.step(self, qkv, z, b, a, cache)
     y = y.reshape(*inputs.shape[:2], -1)
     return self.out_proj(y) if to is None else few_rows_cuda.added(to, self.out_proj, y)
 
 
-def attention(self: Any, x: mx.array, *args: Any, to: mx.array | None = None, **kwargs: Any) -> mx.array:
-    """Stand for `Qwen3_5Attention.__call__`; the result is added to `to`, if there is one."""
-    return _library_attention(_Projected(self, x, to), x, *args, **kwargs)
+def attention(
+    self: Any,
+    x: mx.array,
+    mask: Any = None,
+    cache: Any = None,
+    position_ids: mx.array | None = None,
+    position_embeddings: tuple[mx.array, mx.array] | None = None,
+    to: mx.array | None = None,
+    norm: Any = None,
+) -> mx.array:
+    """Stand for `Qwen3_5Attention.__call__`, behind a norm if there is one; the result is added to `to`, if any."""
+    if position_embeddings is None and position_ids is not None:
+        position_embeddings = self.rotary_emb(x, position_ids)
+    by_kernel = position_embeddings is not None and rotated_heads_cuda.is_supported(self, x, position_embeddings[0])
+    if not by_kernel or position_embeddings is None or not _sees_all(mask, cache):
+        normed = x if norm is None else norm(x)
+        y = _library_attention(self, normed, mask, cache, position_ids, position_embeddings)
+        return y if to is None else to + y
+    batch, length, _ = x.shape
+    queries_and_gates, keys, values = few_rows_cuda.products((self.q_proj, self.k_proj, self.v_proj), x, norm)
+    queries, keys = rotated_heads_cuda.rotated_heads(self, queries_and_gates, keys, *position_embeddings)
+    values = values.reshape(keys.shape).transpose(0, 2, 1, 3)
+    seen = cache.update_and_fetch(keys.transpose(0, 2, 1, 3), values)
+    if step_attention_cuda.is_supported(self, x, cache):
+        y = step_attention_cuda.attend(queries, queries_and_gates, cache, self.scale)
+    else:
+        y = scaled_dot_product_attention(queries.transpose(0, 2, 1, 3), *seen, cache=cache, scale=self.scale, mask=mask)
+        gates = queries_and_gates.reshape(batch, length, self.num_attention_heads, -1)[..., self.head_dim :]
+        y = y.transpose(0, 2, 1, 3).reshape(batch, length, -1) * mx.sigmoid(gates.reshape(batch, length, -1))
+    return self.o_proj(y) if to is None else few_rows_cuda.added(to, self.o_proj, y)
 
 
-def mlp(self: Any, x: mx.array, to: mx.array | None = None) -> mx.array:
-    """Stand for `Qwen3_5MLP.__call__`; the result is added to `to`, if there is one."""
-    y = few_rows_cuda.gated(self.gate_proj, self.up_proj, x)
+def _sees_all(mask: Any, cache: Any) -> bool:
+    """Return whether each token sees all earlier ones of its row, and the mask has the length of what is fetched."""
+    return type(cache) is BatchKVLayer or (cache is not None and not isinstance(mask, mx.array))
+
+
+def mlp(self: Any, x: mx.array, to: mx.array | None = None, norm: Any = None) -> mx.array:
+    """Stand for `Qwen3_5MLP.__call__`, behind a norm if there is one; the result is added to `to`, if there is one."""
+    y = few_rows_cuda.gated(self.gate_proj, self.up_proj, x, norm)
     return self.down_proj(y) if to is None else few_rows_cuda.added(to, self.down_proj, y)
 
 
@@ -87,12 +98,12 @@ def decoder_layer(
     position_embeddings: tuple[mx.array, mx.array] | None = None,
 ) -> mx.array:
     """Stand for `Qwen3_5DecoderLayer.__call__`."""
-    normed = self.input_layernorm(x)
+    norm = self.input_layernorm
     if self.is_linear:
-        x = recurrent(self.linear_attn, normed, mask, cache, to=x)
+        x = recurrent(self.linear_attn, x, mask, cache, to=x, norm=norm)
     else:
-        x = attention(self.self_attn, normed, mask, cache, position_ids, position_embeddings, to=x)
-    return mlp(self.mlp, self.post_attention_layernorm(x), to=x)
+        x = attention(self.self_attn, x, mask, cache, position_ids, position_embeddings, to=x, norm=norm)
+    return mlp(self.mlp, x, to=x, norm=self.post_attention_layernorm)
 
 
 def install() -> None:
