@@ -212,9 +212,17 @@ def test_each_query_of_rays_dashboard_serve_llm_has_data(scraped: Scraped):
 
 def test_the_engines_metrics_are_the_same_in_ray(scraped: Scraped):
     for name in ("generation_tokens_total", "prompt_tokens_total", "time_to_first_token_seconds_count"):
-        ours, rays = f"sum(vllm:{name})", f"sum(ray_vllm_{name})"
-        value = scraped.prometheus.value
-        until(lambda: value(ours) == value(rays), lambda: (value(ours), value(rays)))  # noqa: B023
+
+        def figures(name: str = name) -> list[list[float]]:
+            """Ours and Ray's; none before they are scraped."""
+            found = (scraped.prometheus.query(f"sum({prefix}{name})") for prefix in ("vllm:", "ray_vllm_"))
+            return [[float(sample["value"][1]) for sample in samples] for samples in found]
+
+        def are_same() -> bool:
+            ours, rays = figures()
+            return len(ours) == 1 and ours == rays
+
+        until(are_same, figures)
 
 
 def test_the_command_finds_prometheus_and_misses_only_grafana(scraped: Scraped):

@@ -45,12 +45,13 @@ class Figures:
     """Figures of a period in which the same rows run each time.
 
     active_bytes: MLX's, without the caches; smallest of the stretch. num_pending: operations that wait to be computed;
-    the most. num_arrays, num_objects: MLX's and all that Python's collector knows; the fewest.
+    the most, and None if the library could not count them. num_arrays, num_objects: MLX's and all that Python's
+    collector knows; the fewest.
     """
 
     step: int
     active_bytes: int
-    num_pending: int
+    num_pending: int | None
     num_arrays: int
     num_objects: int
     ms_per_step: float
@@ -86,9 +87,8 @@ class Soak:
             self._step(2 * (i % 2))
             seen.append(self._look())
         active, pending, arrays, objects = zip(*seen, strict=True)
-        counted = [num for num in pending if num is not None]
-        assert 2 * len(counted) >= len(seen), pending
-        return Figures(self.num_steps, min(active), max(counted), min(arrays), min(objects), ms_per_step)
+        most = max((num for num in pending if num is not None), default=None)
+        return Figures(self.num_steps, min(active), most, min(arrays), min(objects), ms_per_step)
 
     def close(self) -> None:
         self._drop(list(self._left))
@@ -127,11 +127,11 @@ class Soak:
 def _num_pending(arrays: list[mx.array]) -> int | None:
     """Count the operations behind these arrays that have not been computed.
 
-    A child process does it: the library's walk over the graph rarely ends with a segmentation fault (MLX 0.32.4, cause
-    unknown). Only this test calls it.
+    A child process does it: the library's walk over the graph rarely ends with a segmentation fault, once eight
+    times in a row (MLX 0.32.4, cause unknown). Only this test calls it.
 
     Returns:
-        None if the child did not get to the end.
+        None if the child did not get to the end; how it ended is printed.
     """
     path = Path("/dev/shm" if Path("/dev/shm").is_dir() else "/tmp") / f"orchard-soak-{os.getpid()}.dot"
     with warnings.catch_warnings():
@@ -146,7 +146,11 @@ def _num_pending(arrays: list[mx.array]) -> int | None:
         finally:
             os._exit(status)
     try:
-        return path.read_text().count("[label =") if os.waitpid(child, 0)[1] == 0 else None
+        status = os.waitpid(child, 0)[1]
+        if status == 0:
+            return path.read_text().count("[label =")
+        print(f"\nthe walk over the graph ended with {os.waitstatus_to_exitcode(status)}", end="")  # noqa: T201
+        return None
     finally:
         path.unlink(missing_ok=True)
 
@@ -168,7 +172,9 @@ def test_memory_and_object_counts_do_not_grow_over_many_steps(
     memory = runner.memory()
     assert memory["decode_cache_bytes"] == memory["prefill_cache_bytes"] == 0
     first, *_, last = figures[2:]  # what is made once is there by then, and the one that stays has its own group
-    assert last.num_pending <= first.num_pending + 100, figures
+    counted = [one.num_pending for one in figures[2:] if one.num_pending is not None]
+    assert len(counted) >= 2, figures
+    assert counted[-1] <= counted[0] + 100, figures
     assert last.active_bytes <= first.active_bytes + 2**14, figures
     assert last.num_arrays <= first.num_arrays + 40, figures
     assert last.num_objects <= first.num_objects + 120, figures
