@@ -227,7 +227,7 @@ def _tiles(num_outputs: int, num_rows: int, form: Form) -> dict[str, int]:
     elif num_outputs >= MANY_OUTPUTS:
         tiles, ahead = 4, 1
     else:
-        tiles, ahead = (2 if num_rows <= ROWS // 2 else 4), 2
+        tiles, ahead = (2 if num_rows <= ROWS else 4), 2
     return {"OutTiles": tiles, "Ahead": ahead}
 
 
