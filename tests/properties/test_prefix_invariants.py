@@ -253,7 +253,8 @@ def test_memory_after_random_traffic_equals_the_accounted_bytes_of_the_cache(exa
         driver.core.step()
     prefix = driver.core.prefix
     assert prefix.store.integrity_error() is None and prefix.status().num_integrity_errors == 0
-    assert prefix.status().num_evicted > 10 and prefix.status().num_hits > 10
+    # What is kept depends on measured times.
+    assert prefix.status().num_evicted > 5 and prefix.status().num_hits > 5
     assert driver.core.stats.num_aborted and driver.core.stats.num_failed
     held, told = _active_bytes(runner) - base, prefix.status().num_bytes
     assert abs(held - told) < MEMORY_TOLERANCE, f"{held} bytes are held, {told} in the books"

@@ -1,9 +1,9 @@
 """The layers of Qwen3.5 in decode steps on CUDA, of few kernels.
 
-mlx_vlm 0.7.10 computes a recurrent layer by some thirty operations and an attention layer by some fifty, and a step of
+mlx_vlm 0.7.10 computes a recurrent layer by some thirty operations and an attention layer by some forty, and a step of
 32 layers takes the host longer than the device. Here a recurrent layer takes five kernels: its norm and input
 projections are one, as is what follows up to the output projection (delta_layer_cuda), the norm and the gated half of
-the MLP, and each of the two products that are added to the hidden states. An attention layer takes seven, or eight
+the MLP, and each of the two products that are added to the hidden states. An attention layer takes eight, or nine
 behind 512 tokens: beside projections and MLP the norms and rope of the heads (rotated_heads_cuda), two writes of keys
 and values, and the gated attention (step_attention_cuda). What a kernel does not support is computed as in the library.
 It can be removed when the library computes a step of a layer by as few kernels.

@@ -1,4 +1,7 @@
-"""Qwen3.5's layers as CUDA computes them, here without the kernels; these are checked on a GPU, by the self-test."""
+"""Qwen3.5's layers as CUDA computes them, here with plain operations in the kernels' place.
+
+The kernels are checked on a GPU, by the self-test.
+"""
 
 import engine.worker  # noqa: F401  # before MLX
 
@@ -11,10 +14,47 @@ from mlx_vlm.models.cache import ArraysCache, KVCache
 from mlx_vlm.models.qwen3_5 import language
 
 from engine.worker import kernel_checks
-from engine.worker.patches import delta_layer_cuda, few_rows_cuda, qwen35_layers_cuda
+from engine.worker.kv_cache import BatchKVLayer, Cursor
+from engine.worker.patches import (
+    delta_layer_cuda,
+    few_rows_cuda,
+    qwen35_layers_cuda,
+    rotated_heads_cuda,
+    step_attention_cuda,
+)
+from engine.worker.quantized_kv import KVFormat
 from engine.worker.recurrent_layer import BatchRecurrentLayer
 
 POSITIONS = mx.broadcast_to(mx.arange(5, dtype=mx.int32), (3, 2, 5))
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
+
+
+@pytest.fixture
+def attended(monkeypatch) -> list[int]:
+    """Put plain operations in the place of the attention layer's kernels; return the tokens of each attention."""
+    lengths = []
+
+    def rotated_heads(layer, queries, keys, cosines, sines):
+        shape = queries.shape[:2]
+        q = layer.q_norm(queries.reshape(*shape, HEADS, 2 * HEAD_DIM)[..., :HEAD_DIM])
+        k = layer.k_norm(keys.reshape(*shape, KV_HEADS, HEAD_DIM))
+        rotated = language.apply_multimodal_rotary_pos_emb(
+            q.transpose(0, 2, 1, 3), k.transpose(0, 2, 1, 3), cosines, sines
+        )
+        return [one.transpose(0, 2, 1, 3) for one in rotated]
+
+    def attend(queries, gates, cache, scale):
+        lengths.append(queries.shape[1])
+        mask = cache.make_mask(queries.shape[1], return_array=True)
+        y = mx.fast.scaled_dot_product_attention(
+            queries.transpose(0, 2, 1, 3), cache.keys, cache.values, scale=scale, mask=mask
+        )
+        gate = gates.reshape(*queries.shape[:3], 2 * HEAD_DIM)[..., HEAD_DIM:]
+        return (y.transpose(0, 2, 1, 3) * mx.sigmoid(gate)).reshape(*queries.shape[:2], -1)
+
+    monkeypatch.setattr(rotated_heads_cuda, "rotated_heads", rotated_heads)
+    monkeypatch.setattr(step_attention_cuda, "attend", attend)
+    return lengths
 
 
 @pytest.fixture
@@ -43,20 +83,59 @@ def test_a_recurrent_layer_without_the_kernels_is_the_library_s(x):
 
 
 @pytest.mark.parametrize("gives_rotary", [True, False])
-def test_an_attention_layer_without_the_kernels_is_the_library_s(x, gives_rotary):
+def test_an_attention_layer_is_the_library_s(x, gives_rotary, attended):
     layer = layer_of(1)
     rotary = layer.self_attn.rotary_emb(x, POSITIONS) if gives_rotary else None
     expected = layer(x, "causal", KVCache(), POSITIONS, rotary)
     got = qwen35_layers_cuda.decoder_layer(layer, x, "causal", KVCache(), POSITIONS, rotary)
     assert mx.allclose(got, expected, rtol=1e-5, atol=1e-5)
+    assert not attended  # which is for decode groups
 
 
-def test_an_attention_layer_uses_what_was_projected_at_once_and_adds_the_rest(x, monkeypatch):
+def test_an_attention_layer_of_positions_that_the_kernel_does_not_support_is_the_library_s(x):
+    layer = layer_of(1)
+    rotary = layer.self_attn.rotary_emb(x[:1], POSITIONS[:, :1])  # of one row, for both
+    expected = layer(x, "causal", KVCache(), POSITIONS, rotary)
+    got = qwen35_layers_cuda.decoder_layer(layer, x, "causal", KVCache(), POSITIONS, rotary)
+    assert mx.allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1, 1), (4, 1, 16), (17, 2)])
+def test_steps_of_a_decode_group_are_the_library_s(lengths, attended):
+    layer, num_tokens, done = layer_of(1), sum(lengths), 0
+    x = mx.random.normal((2, num_tokens, 128), key=mx.random.key(0))
+    positions = mx.broadcast_to(mx.arange(num_tokens, dtype=mx.int32), (3, 2, num_tokens))
+    expected = layer(x, "causal", KVCache(), positions)
+    slots = mx.zeros((2, KV_HEADS, 32, HEAD_DIM))
+    rows, steps = BatchKVLayer(slots, slots, Cursor(mx.zeros(2, mx.int32), 32)), []
+    for length in lengths:
+        rows.cursor.start = mx.full(2, done, mx.int32)
+        new = slice(done, done + length)
+        mask = rows.make_mask(length)
+        steps.append(qwen35_layers_cuda.decoder_layer(layer, x[:, new], mask, rows, positions[:, :, new]))
+        done += length
+    assert mx.allclose(mx.concatenate(steps, axis=1), expected, rtol=1e-5, atol=1e-5)
+    assert attended == [length for length in lengths if length <= step_attention_cuda.MAX_TOKENS]
+
+
+def test_the_attention_of_steps_takes_plain_keys_of_few_tokens_alone(x):
+    layer, slots = layer_of(1).self_attn, mx.zeros((2, KV_HEADS, 32, HEAD_DIM))
+    rows = BatchKVLayer(slots, slots, Cursor(mx.zeros(2, mx.int32), 32))
+    assert step_attention_cuda.is_supported(layer, x, rows)
+    assert not step_attention_cuda.is_supported(layer, mx.zeros((2, 17, 128)), rows)
+    assert not step_attention_cuda.is_supported(layer, x.astype(mx.bfloat16), rows)
+    assert not step_attention_cuda.is_supported(layer, x, KVCache())
+    packed = BatchKVLayer(slots, slots, rows.cursor, KVFormat.of(slots, slots, 8))
+    assert not step_attention_cuda.is_supported(layer, x, packed)
+
+
+def test_an_attention_layer_uses_what_was_projected_at_once_and_adds_the_rest(x, monkeypatch, attended):
     """The products stand for the kernel: each layer's result is marked, and must be in what the layer computes."""
     layer = layer_of(1).self_attn
     calls = []
 
-    def products(layers, rows):
+    def products(layers, rows, norm):
+        assert norm is None
         calls.append([one.weight.shape[0] for one in layers])
         return [one(rows) * 2 for one in layers]
 
