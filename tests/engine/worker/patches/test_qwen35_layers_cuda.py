@@ -12,6 +12,7 @@ import mlx.nn as nn
 import pytest
 from mlx_vlm.models.cache import ArraysCache, KVCache
 from mlx_vlm.models.qwen3_5 import language
+from mlx_vlm.models.rope_utils import apply_multimodal_rotary_pos_emb
 
 from engine.worker import kernel_checks
 from engine.worker.kv_cache import BatchKVLayer, Cursor
@@ -30,18 +31,18 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 
 
 @pytest.fixture
-def attended(monkeypatch) -> list[int]:
+def attended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Put plain operations in the place of the attention layer's kernels; return the tokens of each attention."""
-    lengths = []
+    lengths: list[int] = []
 
-    def rotated_heads(layer, queries, keys, cosines, sines):
+    def rotated_heads(layer: Any, queries: mx.array, keys: mx.array, cosines: mx.array, sines: mx.array) -> Any:
         shape = queries.shape[:2]
         q = layer.q_norm(queries.reshape(*shape, HEADS, 2 * HEAD_DIM)[..., :HEAD_DIM])
         k = layer.k_norm(keys.reshape(*shape, KV_HEADS, HEAD_DIM))
-        rotated = language.apply_multimodal_rotary_pos_emb(
-            q.transpose(0, 2, 1, 3), k.transpose(0, 2, 1, 3), cosines, sines
-        )
-        return [one.transpose(0, 2, 1, 3) for one in rotated]
+        q, k = (one.transpose(0, 2, 1, 3) for one in (q, k))
+        rotated: Any = apply_multimodal_rotary_pos_emb(q, k, cosines, sines)
+        q, k = rotated
+        return q.transpose(0, 2, 1, 3), k.transpose(0, 2, 1, 3)
 
     def attend(queries, gates, cache, scale):
         lengths.append(queries.shape[1])
