@@ -303,7 +303,7 @@ def as_linear(self: Any, x: mx.array) -> mx.array:
 def _is_for_library(x: mx.array, weight: mx.array) -> bool:
     """Return whether the library computes the product: also that of one row, unless it gives logits.
 
-    The library's kernel for one row is as fast, but rounds differently; a row's logits must not depend on others.
+    The library has a kernel for one row, which rounds differently: a row's logits must not depend on others.
     """
     return not is_supported(x, weight) or (x.size == x.shape[-1] and weight.shape[0] < MANY_OUTPUTS)
 

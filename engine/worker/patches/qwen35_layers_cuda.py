@@ -59,8 +59,11 @@ def attention(
     """Stand for `Qwen3_5Attention.__call__`, behind a norm if there is one; the result is added to `to`, if any."""
     if position_embeddings is None and position_ids is not None:
         position_embeddings = self.rotary_emb(x, position_ids)
-    by_kernel = position_embeddings is not None and rotated_heads_cuda.is_supported(self, x, position_embeddings[0])
-    if not by_kernel or position_embeddings is None or not _sees_all(mask, cache):
+    if (
+        position_embeddings is None
+        or not rotated_heads_cuda.is_supported(self, x, position_embeddings[0])
+        or not _sees_all(mask, cache)
+    ):
         normed = x if norm is None else norm(x)
         y = _library_attention(self, normed, mask, cache, position_ids, position_embeddings)
         return y if to is None else to + y
