@@ -56,7 +56,7 @@ class Cursor:
         if self.uniform_start is not None and window_size is None:
             return None if num_new == 1 else "causal"
         slots = mx.arange(self.extent)[None, None]
-        own = (self.start[:, None] + mx.arange(num_new))[..., None]
+        own = self.slots(num_new)[..., None]
         seen = slots <= own
         if window_size is not None:
             seen &= slots > own - window_size

@@ -69,7 +69,7 @@ class BatchWindowLayer(BatchLayer):
         num_slots = min(cursor.extent, ring_slots(self.window))
         newest = (cursor.start + num_new - 1)[:, None]
         held = (newest - (newest - mx.arange(num_slots)) % ring_slots(self.window))[:, None]
-        own = (cursor.start[:, None] + mx.arange(num_new))[..., None]
+        own = cursor.slots(num_new)[..., None]
         return self._sees(held, own, window)[:, None]
 
     def _sees(self, held: mx.array, own: mx.array, window: int) -> mx.array:
@@ -82,7 +82,7 @@ class BatchWindowLayer(BatchLayer):
         assert keys.shape[2] <= RING_MARGIN
         self.reserve(extent)
         num_slots = min(extent, ring)
-        index = ((self.cursor.start[:, None] + mx.arange(keys.shape[2])) % ring)[:, None, :, None]
+        index = (self.cursor.slots(keys.shape[2]) % ring)[:, None, :, None]
         self.keys = mx.put_along_axis(self.keys, mx.broadcast_to(index, keys.shape), keys, axis=2)
         self.values = mx.put_along_axis(self.values, mx.broadcast_to(index, values.shape), values, axis=2)
         return self.keys[..., :num_slots, :], self.values[..., :num_slots, :]
