@@ -152,30 +152,52 @@ def _delta_rule(*inputs: mx.array) -> tuple[np.ndarray, list[np.ndarray]]:
 
 def few_rows() -> KernelFigure:
     """Apply layers in bfloat16 to 1 to 33 rows, against float64; on CUDA up to 32 rows have a kernel of Orchard."""
-    errors = []
-    for num_rows, size, num_outputs in product((1, 2, 7, 16, 17, 32, 33), (512, 96), (1024, 100)):
-        layers = [nn.Linear(size, num, bias=False) for num in (num_outputs, num_outputs, 36)]
-        biased = nn.Linear(size, num_outputs)
-        for i, layer in enumerate((*layers, biased)):
-            layer.weight = mx.random.normal(layer.weight.shape, key=mx.random.key(i)) / size**0.5
-            layer.set_dtype(mx.bfloat16)
-        x = mx.random.normal((num_rows, 1, size), key=mx.random.key(num_rows)).astype(mx.bfloat16)
-        to = mx.random.normal((num_rows, 1, num_outputs), key=mx.random.key(0)).astype(mx.bfloat16)
-        first, second, third, other = (_exact(x) @ _exact(layer.weight).T for layer in (*layers, biased))
-        norm = nn.RMSNorm(size)
-        norm.weight = mx.random.normal((size,), key=mx.random.key(1)).astype(mx.bfloat16)
-        normed = _exact(x) / np.sqrt((_exact(x) ** 2).mean(-1, keepdims=True) + norm.eps) * _exact(norm.weight)
-        gate, up = (normed @ _exact(layer.weight).T for layer in layers[:2])
-        computed = {
-            "alone": (biased(x), other + _exact(biased.bias)),
-            "gated": (few_rows_cuda.gated(layers[0], layers[1], x), first / (1 + np.exp(-first)) * second),
-            "added": (few_rows_cuda.added(to, layers[0], x), _exact(to) + first),
-            "normed": (few_rows_cuda.products(layers[1:], x, norm)[0], up),
-            "normed and gated": (few_rows_cuda.gated(layers[0], layers[1], x, norm), gate / (1 + np.exp(-gate)) * up),
-        }
-        several = zip(few_rows_cuda.products(layers, x), (first, second, third), strict=True)
-        errors += [_error(got, expected) for got, expected in (*computed.values(), *several)]
+    errors = [
+        _few_rows_error(num_rows, size, num_outputs, {})
+        for num_rows, size, num_outputs in product((1, 2, 7, 16, 17, 32, 33), (512, 96), (1024, 100))
+    ]
     return KernelFigure(max(errors), 2 * BFLOAT16_LIMIT, f"{loader.device_kind()} kernels")  # some round twice
+
+
+def quantized_rows() -> KernelFigure | str:
+    """Apply layers of 4 and 8 bits in bfloat16 to 1 to 300 rows, against float64."""
+    if loader.device_kind() != "cuda":
+        return "Orchard's kernels for weights of 4 and 8 bits are for CUDA alone"
+    errors = [
+        _few_rows_error(num_rows, size, num_outputs, {"group_size": group_size, "bits": bits})
+        for bits, group_size, size in ((4, 64, 512), (4, 32, 96), (8, 64, 512))
+        for num_rows, num_outputs in product((1, 7, 16, 17, 33, 300), (1024, 100))
+    ]
+    return KernelFigure(max(errors), 2 * BFLOAT16_LIMIT, f"{loader.device_kind()} kernels")
+
+
+def _few_rows_error(num_rows: int, size: int, num_outputs: int, quantization: dict[str, Any]) -> float:
+    """Return the largest error of layers [size, num_outputs] alone and together, behind a norm, with a gate, added."""
+    layers: list[Any] = [nn.Linear(size, num, bias=False) for num in (num_outputs, num_outputs, 36)]
+    layers.append(nn.Linear(size, num_outputs))
+    for i, layer in enumerate(layers):
+        layer.weight = mx.random.normal(layer.weight.shape, key=mx.random.key(i)) / size**0.5
+    if quantization:
+        layers = [nn.QuantizedLinear.from_linear(layer, **quantization) for layer in layers]
+    for layer in layers:
+        layer.set_dtype(mx.bfloat16)
+    *layers, biased = layers
+    x = mx.random.normal((num_rows, 1, size), key=mx.random.key(num_rows)).astype(mx.bfloat16)
+    to = mx.random.normal((num_rows, 1, num_outputs), key=mx.random.key(0)).astype(mx.bfloat16)
+    first, second, third, other = (_exact(x) @ _exact_weight(layer).T for layer in (*layers, biased))
+    norm = nn.RMSNorm(size)
+    norm.weight = mx.random.normal((size,), key=mx.random.key(1)).astype(mx.bfloat16)
+    normed = _exact(x) / np.sqrt((_exact(x) ** 2).mean(-1, keepdims=True) + norm.eps) * _exact(norm.weight)
+    gate, up = (normed @ _exact_weight(layer).T for layer in layers[:2])
+    computed = {
+        "alone": (biased(x), other + _exact(biased.bias)),
+        "gated": (few_rows_cuda.gated(layers[0], layers[1], x), first / (1 + np.exp(-first)) * second),
+        "added": (few_rows_cuda.added(to, layers[0], x), _exact(to) + first),
+        "normed": (few_rows_cuda.products(layers[1:], x, norm)[0], up),
+        "normed and gated": (few_rows_cuda.gated(layers[0], layers[1], x, norm), gate / (1 + np.exp(-gate)) * up),
+    }
+    several = zip(few_rows_cuda.products(layers, x), (first, second, third), strict=True)
+    return max(_error(got, expected) for got, expected in (*computed.values(), *several))
 
 
 def decoder_layers() -> KernelFigure:
@@ -340,9 +362,15 @@ def exact_verifier_head() -> KernelFigure | str:
 
 def _product(layer: nn.QuantizedLinear, x: mx.array) -> np.ndarray:
     """Return what a quantized layer stands for, times x, in float64."""
+    return _exact(x) @ _exact_weight(layer).T
+
+
+def _exact_weight(layer: Any) -> np.ndarray:
+    """Return what a linear layer stands for, in float64."""
+    if not isinstance(layer, nn.QuantizedLinear):
+        return _exact(layer.weight)
     scales, biases = layer.scales.astype(mx.float32), layer["biases"].astype(mx.float32)
-    weight = mx.dequantize(layer.weight, scales, biases, group_size=layer.group_size, bits=layer.bits)
-    return np.array(x.astype(mx.float32), np.float64) @ np.array(weight, np.float64).T
+    return _exact(mx.dequantize(layer.weight, scales, biases, group_size=layer.group_size, bits=layer.bits))
 
 
 def cache_write() -> KernelFigure:
@@ -371,6 +399,7 @@ KERNEL_CHECKS: dict[str, Callable[[], KernelFigure | str]] = {
     "gated delta rule": gated_delta_rule,
     "gated delta rule with states": gated_delta_states,
     "products of few rows": few_rows,
+    "products of few rows, 4 and 8 bits": quantized_rows,
     "decoder layers": decoder_layers,
     "decoder layers, same bits": same_bits,
     "attention of decode steps": step_attention,

@@ -15,6 +15,7 @@ from typing import Any
 import engine.worker  # noqa: F401  # before MLX
 
 import mlx.core as mx  # isort: skip
+import mlx.nn as nn
 import numpy as np
 from mlx_vlm.speculative.drafters import qwen3_5_mtp
 from mlx_vlm.utils import get_model_and_args
@@ -123,8 +124,8 @@ def random_head(form: str, shape: dict[str, int], language_model: Any) -> Any:
     return head
 
 
-def random_model(shape: dict[str, int], head_form: str = "mtp") -> loader.LoadedModel:
-    """With the weights as the library initialises them, in bfloat16 on a GPU."""
+def random_model(shape: dict[str, int], head_form: str = "mtp", bits: int = 16) -> loader.LoadedModel:
+    """With the weights as the library initialises them, in bfloat16 on a GPU; or quantized, in groups of 64."""
     config = {"model_type": "qwen3_5", "text_config": text_config(shape), "vocab_size": shape["vocab_size"]}
     vision = {"model_type": "qwen3_5", "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64}
     config["vision_config"] = vision | {"out_hidden_size": shape["hidden_size"]}
@@ -134,6 +135,9 @@ def random_model(shape: dict[str, int], head_form: str = "mtp") -> loader.Loaded
     dtype = mx.bfloat16 if loader.on_gpu() else mx.float32
     loader.cast(module, dtype)
     loader.cast(head, dtype)
+    if bits < 16:
+        nn.quantize(module.language_model, 64, bits)
+        nn.quantize(head, 64, bits)
     mx.eval(module.parameters(), head.parameters())
     num_bytes = sum(w.nbytes for part in (module.language_model, head) for _, w in loader.weights_of(part))
     sizes = {"max_context_tokens": 131072, "vocab_size": shape["vocab_size"], "num_weight_bytes": num_bytes}
@@ -144,7 +148,7 @@ def random_model(shape: dict[str, int], head_form: str = "mtp") -> loader.Loaded
         media_kinds=frozenset(),
         **sizes,
         dtype=str(dtype),
-        quantized_weights="no quantized weights",
+        quantized_weights="no quantized weights" if bits == 16 else f"{bits} bits",
         mtp_head=head,
         mtp_status="ready",
         draft=None,
@@ -224,13 +228,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--head", choices=["mtp", "eagle3"], default="mtp")
+    parser.add_argument("--bits", type=int, choices=[4, 8, 16], default=16)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", choices=["auto", "on", "off"], default="auto")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    model = random_model(SHAPES[args.shape], args.head)
+    model = random_model(SHAPES[args.shape], args.head, args.bits)
     runner = MLXRunner(model, EngineConfig(compile=args.compile))
     floor_ms = model.num_weight_bytes / (speed := bandwidth()) * 1e3
     print(

@@ -16,7 +16,7 @@ from engine.worker.recurrent_layer import BatchRecurrentLayer
 
 MAX_TOKENS = 16
 """More tokens than this are computed by the library's operations."""
-WARPS = 16
+WARPS = 8
 """Warps per block. A block computes one value head of one row, each warp Dv / WARPS of the rows of its state."""
 
 _SOURCE = """

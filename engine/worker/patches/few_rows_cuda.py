@@ -11,7 +11,7 @@ keeps cuBLAS's choices, or has such a kernel.
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,28 +22,32 @@ MAX_ROWS = 32
 MANY_OUTPUTS = 65536
 """Weights with at least this many outputs are multiplied by the kernel for at most ROWS rows: reading them takes longer
 than launching cuBLAS."""
+MAX_SIZE = 2**31
+"""Numbers of a weight, whose places in bytes have 32 bits; the library multiplies by a larger one."""
 ROWS, OUTPUTS, COLUMNS = 16, 8, 32
 """A tile's number of rows, of outputs, and of the input's features. The library multiplies inputs whose number of
 features is not a multiple of COLUMNS."""
-WARPS = 8
-"""Warps per block. Each warp sums over its share of the features; the block then adds the warps' sums in a fixed order,
-so that the result does not depend on timing."""
+UNQUANTIZED, QUANTIZED_BITS = 16, (4, 8)
+"""Bits of the weights' numbers."""
 NARROW = 4096
-"""Weights of at most this many outputs are divided into more blocks: otherwise many processors would have none."""
+"""Weights of at most this many outputs have blocks of fewer outputs and more warps: otherwise few processors would have
+one."""
 
 SOURCE = """
-    // Tiles of 16 rows x 8 outputs by mma.m16n8k16. Of 32 columns a lane loads 8 neighbours of a row, which serve two
-    // products: which columns a product adds up does not matter as long as both operands agree.
+    // Tiles of 16 rows x 8 outputs by mma.m16n8k16. A lane loads 16 bytes of an output's weights: neighbours of a row,
+    // which serve several products. Which columns a product adds up does not matter as long as both operands agree.
+    constexpr int Own = Gated ? OutTiles / 2 : OutTiles, PerLane = 128 / Bits, PerWarp = 4 * PerLane;
     const int rows = x_shape[0], columns = x_shape[1];
-    const int lane = threadIdx.x, warp = threadIdx.y, group = lane >> 2, part = (lane & 3) * 8;
+    const int lane = threadIdx.x, warp = threadIdx.y, group = lane >> 2, part = (lane & 3) * PerLane;
     // All of a block's tiles are of one weight; with a gate the first half is of the gate, the second of `up`.
-    constexpr int Own = Gated ? OutTiles / 2 : OutTiles;
-    const int chunks = columns / 32, first = block * (8 * Own);
-    const bool aligned = (size_t(x) | size_t(w) | size_t(up) | size_t(norm)) % 16 == 0;
-    auto load = [&](const T* from) {
-        if (aligned) return __ldcs(reinterpret_cast<const uint4*>(from));
+    const int chunks = (columns + PerWarp - 1) / PerWarp, first = block * (8 * Own);
+    const int group_bits = Bits < 16 ? 31 - __clz(columns / groups) : 0;
+    const bool aligned = (size_t(x) | size_t(w) | size_t(up_w) | size_t(norm)) % 16 == 0;
+    auto load = [&](const void* from) {
+        if (aligned) return __ldcs(static_cast<const uint4*>(from));
         uint4 loaded;
-        for (int i = 0; i < 8; ++i) reinterpret_cast<T*>(&loaded)[i] = from[i];
+        for (int i = 0; i < 8; ++i)
+            reinterpret_cast<unsigned short*>(&loaded)[i] = static_cast<const unsigned short*>(from)[i];
         return loaded;
     };
     auto load_x = [&](const T* from) {
@@ -56,39 +60,69 @@ SOURCE = """
     for (int i = 0; i < RowTiles; ++i)
         for (int j = 0; j < OutTiles; ++j)
             for (int r = 0; r < 4; ++r) sums[i][j][r] = 0.0f;
-    for (int start = warp; start < chunks; start += Warps * Ahead) {
-        uint4 b[Ahead][OutTiles];
+    uint4 b[Ahead][OutTiles];
+    unsigned scale_and_bias[Ahead][OutTiles];
+    auto fetch = [&](int u, int chunk) {
+        const int column = chunk * PerWarp + part;
         #pragma unroll
-        for (int u = 0; u < Ahead; ++u) {
-            const int chunk = start + u * Warps;
-            #pragma unroll
-            for (int j = 0; j < OutTiles; ++j) {
-                const int output = first + j % Own * 8 + group;
-                const bool there = chunk < chunks && output < outputs;
-                b[u][j] = there ? load((j < Own ? w : up) + size_t(output) * columns + chunk * 32 + part) : zeros;
+        for (int j = 0; j < OutTiles; ++j) {
+            const int output = first + j % Own * 8 + group;
+            const bool there = column < columns && output < outputs;
+            const unsigned at = unsigned(output) * columns + column;
+            b[u][j] = there ? load((j < Own ? w : up_w) + (Bits < 8 ? at / 2 : at * (Bits / 8))) : zeros;
+            if (Bits < 16) {
+                const unsigned place = there ? at >> group_bits : 0;
+                const unsigned bias = __ldg((j < Own ? biases : up_biases) + place);
+                scale_and_bias[u][j] = __ldg((j < Own ? scales : up_scales) + place) | bias << 16;
             }
         }
+    };
+    // Eight features of each row: those of the next weights, or a few of them.
+    constexpr int Eights = PerLane / 8, Next = Bits == 16 ? Ahead : 2;
+    uint4 xs[Next][RowTiles][2], norms[Next];
+    auto fetch_x = [&](int n, int chunk, int e) {
+        const int column = chunk * PerWarp + part + e * 8;
+        const bool there = column < columns;
+        #pragma unroll
+        for (int i = 0; i < RowTiles * 2; ++i) {
+            const int row = i * 8 + group;
+            xs[n][i / 2][i % 2] = there && row < rows ? load_x(x + row * columns + column) : zeros;
+        }
+        if (Normed) norms[n] = there ? load_x(norm + column) : zeros;
+    };
+    #pragma unroll
+    for (int u = 0; u < Ahead; ++u) fetch(u, warp + u * Warps);
+    #pragma unroll
+    for (int n = 0; n < Next; ++n) fetch_x(n, warp + n / Eights * Warps, n % Eights);
+    for (int start = warp; start < chunks; start += Warps * Ahead) {
         #pragma unroll
         for (int u = 0; u < Ahead; ++u) {
             const int chunk = start + u * Warps;
-            const bool there = chunk < chunks;
+            if (chunk >= chunks) break;
             #pragma unroll
-            for (int i = 0; i < RowTiles; ++i) {
-                const int row = i * 16 + group;
-                const T* from = x + size_t(row) * columns + chunk * 32 + part;
-                uint4 upper = there && row < rows ? load_x(from) : zeros;
-                uint4 lower = there && row + 8 < rows ? load_x(from + size_t(8) * columns) : zeros;
-                if (Normed && there) {
-                    const uint4 factors = load_x(norm + chunk * 32 + part);
-                    squares[i][0] += scaled(upper, factors);
-                    if (i * 16 + 8 < rows) squares[i][1] += scaled(lower, factors);
-                }
+            for (int e = 0; e < Eights; ++e) {
+                const int n = (u * Eights + e) % Next;
+                uint4 eight[OutTiles];
                 #pragma unroll
-                for (int j = 0; j < OutTiles; ++j) {
-                    multiply(sums[i][j], upper.x, lower.x, upper.y, lower.y, b[u][j].x, b[u][j].y);
-                    multiply(sums[i][j], upper.z, lower.z, upper.w, lower.w, b[u][j].z, b[u][j].w);
+                for (int j = 0; j < OutTiles; ++j) eight[j] = expanded<Bits>(b[u][j], e, scale_and_bias[u][j]);
+                #pragma unroll
+                for (int i = 0; i < RowTiles; ++i) {
+                    uint4 &upper = xs[n][i][0], &lower = xs[n][i][1];
+                    if (Normed) {
+                        squares[i][0] += scaled(upper, norms[n]);
+                        if (i * 16 + 8 < rows) squares[i][1] += scaled(lower, norms[n]);
+                    }
+                    upper = ordered<Bits>(upper);
+                    lower = ordered<Bits>(lower);
+                    #pragma unroll
+                    for (int j = 0; j < OutTiles; ++j) {
+                        multiply(sums[i][j], upper.x, lower.x, upper.y, lower.y, eight[j].x, eight[j].y);
+                        multiply(sums[i][j], upper.z, lower.z, upper.w, lower.w, eight[j].z, eight[j].w);
+                    }
                 }
+                fetch_x(n, chunk + (e + Next) / Eights * Warps, (e + Next) % Eights);
             }
+            fetch(u, chunk + Warps * Ahead);
         }
     }
     // The second half of the warps hands its sums to the first, which then adds up one output per thread.
@@ -131,7 +165,7 @@ SOURCE = """
     }
 """
 
-_MULTIPLY = """
+_HEADER = """
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 __device__ __forceinline__ void multiply(
@@ -154,131 +188,233 @@ __device__ __forceinline__ float scaled(uint4& x, const uint4& factors) {
     }
     return squares;
 }
+__device__ __forceinline__ PAIR as_pair(unsigned bits) { return *reinterpret_cast<PAIR*>(&bits); }
+// Return the weights 8 e to 8 e + 7 of those that a lane has loaded, as four pairs.
+template <int Bits>
+__device__ __forceinline__ uint4 expanded(const uint4& loaded, int e, unsigned scale_and_bias) {
+    if constexpr (Bits == 16) return loaded;
+    const unsigned* words = reinterpret_cast<const unsigned*>(&loaded);
+    const PAIR scale = as_pair(__byte_perm(scale_and_bias, 0u, 0x1010));
+    const PAIR bias = as_pair(__byte_perm(scale_and_bias, 0u, 0x3232));
+    uint4 result;
+    for (int i = 0; i < 4; ++i) {
+        PAIR two;
+        if constexpr (Bits == 4) {  // numbers i and i + 4, in the last bits of a large number's digits
+            two = __hsub2(as_pair(((words[e] >> (4 * i)) & 0x000f000fu) | MAGICu), as_pair(MAGICu));
+        } else {
+            const unsigned word = words[2 * e + i / 2];
+            const float low = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + i % 2 * 2)) - 8388608.0f;
+            const float high = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7441 + i % 2 * 2)) - 8388608.0f;
+            two = FROM_FLOATS(low, high);
+        }
+        reinterpret_cast<PAIR*>(&result)[i] = __hfma2(two, scale, bias);
+    }
+    return result;
+}
+// Return eight features in the order of `expanded`.
+template <int Bits>
+__device__ __forceinline__ uint4 ordered(const uint4& x) {
+    if constexpr (Bits != 4) return x;
+    return {__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632),
+            __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.y, x.w, 0x7632)};
+}
 """
 
-_NAMES = {mx.bfloat16: "bf16", mx.float16: "f16"}
+NAMES = {mx.bfloat16: "bf16", mx.float16: "f16"}
+_PAIRS = {
+    mx.bfloat16: {"PAIR": "__nv_bfloat162", "FROM_FLOATS": "__floats2bfloat162_rn", "MAGIC": "0x43004300"},
+    mx.float16: {"PAIR": "__half2", "FROM_FLOATS": "__floats2half2_rn", "MAGIC": "0x64006400"},
+}
+"""What the header calls a pair of numbers, and the pair of the numbers whose last binary digit is 1 (128, 1024)."""
 
 _library_call: Any = nn.Linear.__call__
 _library_as_linear: Any = nn.Embedding.as_linear
 
 
-def is_supported(x: mx.array, weight: mx.array) -> bool:
-    """Return whether the kernel computes x [..., in] times weight [out, in]."""
-    size, most = x.shape[-1], MAX_ROWS if weight.shape[0] < MANY_OUTPUTS else ROWS
-    return x.dtype in _NAMES and weight.dtype == x.dtype and size % COLUMNS == 0 and x.size <= most * size
+class Weight(NamedTuple):
+    """A layer's weight.
+
+    Attributes:
+        arrays: Numbers of 16 bits [out, in]; or, quantized, uint32 [out, in * bits / 32], and scales and biases
+            [out, in / group_size].
+        bits: Bits of a number.
+        group_size: Neighbours that share a scale and a bias; 1 if it is not quantized.
+    """
+
+    arrays: tuple[mx.array, ...]
+    bits: int = UNQUANTIZED
+    group_size: int = 1
+
+    @classmethod
+    def of(cls, layer: Any) -> Self | None:
+        """Return the weight of a linear layer or an embedding; None for one that no kernel multiplies by."""
+        if type(layer) in (nn.Linear, nn.Embedding):
+            return cls((layer.weight,))
+        if type(layer) not in (nn.QuantizedLinear, nn.QuantizedEmbedding):
+            return None
+        if layer.mode != "affine" or layer.bits not in QUANTIZED_BITS:
+            return None
+        return cls((layer.weight, layer.scales, layer.biases), layer.bits, layer.group_size)
+
+    @property
+    def num_outputs(self) -> int:
+        return self.arrays[0].shape[0]
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.arrays[-1].dtype
 
 
-def _are_supported(x: mx.array, layers: Sequence[Any]) -> bool:
-    """Return whether the kernel is installed and computes x [..., in] times the weights of the layers."""
-    plain = nn.Linear.__call__ is linear and all(type(layer) is nn.Linear and "bias" not in layer for layer in layers)
-    return plain and all(is_supported(x, layer.weight) for layer in layers)
+def is_supported(x: mx.array, weight: Weight) -> bool:
+    """Return whether the kernel computes x [..., in] times the weight."""
+    size, most = x.shape[-1], MAX_ROWS
+    if weight.num_outputs >= MANY_OUTPUTS and weight.bits == UNQUANTIZED:
+        most = ROWS
+    is_form = x.dtype in NAMES and weight.dtype == x.dtype and size % COLUMNS == 0
+    return is_form and x.size <= most * size and weight.num_outputs * size < MAX_SIZE
 
 
-def product(x: mx.array, weight: mx.array) -> mx.array:
-    """Return x [..., in] times the transposed weight [out, in], both in bfloat16 or float16: [..., out].
+def _of_one_kernel(x: mx.array, layers: Sequence[Any]) -> list[Weight] | None:
+    """Return the weights of the layers, if the kernel is installed and computes x [..., in] times all at once."""
+    if not is_installed() or any("bias" in layer for layer in layers):
+        return None
+    weights = [Weight.of(layer) for layer in layers]
+    first = weights[0]
+    found = [weight for weight in weights if weight is not None and is_supported(x, weight)]
+    alike = first is not None and all(weight[1:] == first[1:] for weight in found)
+    return found if alike and len(found) == len(layers) else None
 
-    Sums are float32. `is_supported` says which arrays are allowed.
+
+def product(x: mx.array, weight: Weight) -> mx.array:
+    """Return x [..., in] times the transposed weight [out, in], x in bfloat16 or float16: [..., out].
+
+    Sums are float32; a quantized weight is expanded to the dtype of x. `is_supported` says which arrays are allowed.
     """
     return _multiply(x, [weight])[0]
 
 
 def products(layers: Sequence[Any], x: mx.array, norm: Any = None) -> list[mx.array]:
-    """Apply up to four layers to x [..., in], by one kernel if all are linear, without a bias, and supported.
+    """Apply up to four layers to x [..., in], by one kernel if all are linear, without a bias, alike and supported.
 
     Args:
         layers: The layers.
         x: Their input.
         norm: A norm that is applied to x first; None for nothing.
     """
-    if not _are_supported(x, layers):
+    if (weights := _of_one_kernel(x, layers)) is None:
         x = x if norm is None else norm(x)
         return [layer(x) for layer in layers]
-    return _multiply(x, [layer.weight for layer in layers], norm=norm)
+    return _multiply(x, weights, norm=norm)
 
 
 def gated(gate: Any, up: Any, x: mx.array, norm: Any = None) -> mx.array:
-    """Return silu(gate(x)) * up(x), by one kernel if both layers are linear, without a bias, and supported.
+    """Return silu(gate(x)) * up(x), by one kernel if both layers are linear, without a bias, alike and supported.
 
     A `norm` is applied to x first.
     """
-    if not _are_supported(x, (gate, up)):
+    if (weights := _of_one_kernel(x, (gate, up))) is None:
         x = x if norm is None else norm(x)
         return swiglu(gate(x), up(x))
-    return _multiply(x, [gate.weight, up.weight], form="gated", norm=norm)[0]
+    return _multiply(x, weights, form="gated", norm=norm)[0]
 
 
 def added(to: mx.array, layer: Any, x: mx.array) -> mx.array:
     """Return to [..., out] + layer(x), by one kernel if the layer is linear, without a bias, and supported."""
-    if to.dtype != x.dtype or to.shape[:-1] != x.shape[:-1] or not _are_supported(x, (layer,)):
+    weights = _of_one_kernel(x, (layer,))
+    if weights is None or to.dtype != x.dtype or to.shape[:-1] != x.shape[:-1]:
         return to + layer(x)
-    return _multiply(x, [layer.weight], to, form="added")[0]
+    return _multiply(x, weights, to, form="added")[0]
 
 
 Form = Literal["plain", "gated", "added"]
 
 
-def _tiles(num_outputs: int, num_rows: int, form: Form) -> dict[str, int]:
-    """Return the output tiles of a block, and the number of steps whose weights a warp loads in advance.
+def _tiles(num_outputs: int, num_rows: int, bits: int, form: Form) -> dict[str, int]:
+    """Return the output tiles of a block, the number of loads that a warp is ahead, and the number of warps.
 
-    Measured on an H200 with 1, 4, 16 and 32 rows and the weights of Qwen3.5-4B. A row's result does not depend on them.
+    Measured on an H200 with 1, 4, 16 and 32 rows and the weights of Qwen3.5-4B. A row's result depends on the warps
+    alone, which depend on the weights alone.
     """
     if num_outputs <= NARROW and form != "gated":  # which has at least a tile of each half
-        tiles, ahead = (1, 8) if num_rows <= ROWS else (2, 4)
-    elif num_outputs >= MANY_OUTPUTS:
-        tiles, ahead = 4, 1
+        tiles, ahead, warps = (1, 2, 16) if bits == UNQUANTIZED else (2, 1, 16)
+    elif num_outputs >= MANY_OUTPUTS and bits == UNQUANTIZED:
+        tiles, ahead, warps = 4, 1, 8
     else:
-        tiles, ahead = (2 if num_rows <= ROWS else 4), 2
-    return {"OutTiles": tiles, "Ahead": ahead}
+        tiles, ahead, warps = (2 if num_rows <= ROWS and bits == UNQUANTIZED else 4), 2, 8
+    return {"OutTiles": tiles, "Ahead": ahead, "Warps": warps}
 
 
 def _multiply(
-    x: mx.array, weights: Sequence[mx.array], *others: mx.array, form: Form = "plain", norm: Any = None
+    x: mx.array, weights: Sequence[Weight], *others: mx.array, form: Form = "plain", norm: Any = None
 ) -> list[mx.array]:
     """Return x [..., in] times each of the transposed weights [out, in], as `products`, `gated` or `added` say."""
     size = x.shape[-1]
-    rows, num_outputs = x.size // size, [weight.shape[0] for weight in weights[: 1 if form == "gated" else None]]
-    tiles = _tiles(sum(num_outputs) * (2 if form == "gated" else 1), rows, form)
+    rows, num_outputs = x.size // size, [weight.num_outputs for weight in weights[: 1 if form == "gated" else None]]
+    bits = weights[0].bits
+    tiles = _tiles(sum(num_outputs) * (2 if form == "gated" else 1), rows, bits, form)
     per_block = OUTPUTS * tiles["OutTiles"] // (2 if form == "gated" else 1)
     eps = None
     if rows <= ROWS and type(norm) is nn.RMSNorm and norm.weight.dtype == x.dtype == mx.bfloat16:
         eps, others = norm.eps, (*others, norm.weight)  # float16 might not hold a value before it is normalized
     elif norm is not None:
         x = norm(x)
-    return _kernel(_NAMES[x.dtype], len(weights), form, eps)(
-        inputs=[x.reshape(rows, size), *weights, *others],
-        template=[("T", x.dtype), ("RowTiles", -(-rows // ROWS)), ("Warps", WARPS), *tiles.items()],
-        grid=(32 * sum(-(-num // per_block) for num in num_outputs), WARPS, 1),
-        threadgroup=(32, WARPS, 1),
+    return _kernel(x.dtype, len(weights), bits < UNQUANTIZED, form, eps)(
+        inputs=[x.reshape(rows, size), *(array for weight in weights for array in weight.arrays), *others],
+        template=[("T", x.dtype), ("RowTiles", -(-rows // ROWS)), ("Bits", bits), *tiles.items()],
+        grid=(32 * sum(-(-num // per_block) for num in num_outputs), tiles["Warps"], 1),
+        threadgroup=(32, tiles["Warps"], 1),
         output_shapes=[(*x.shape[:-1], num) for num in num_outputs],
         output_dtypes=[x.dtype] * len(num_outputs),
     )
 
 
 @cache
-def _kernel(dtype: str, num_weights: int, form: Form, eps: float | None) -> Any:
+def _kernel(dtype: mx.Dtype, num_weights: int, is_quantized: bool, form: Form, eps: float | None) -> Any:
     """Return the kernel; its first lines find the weight that a block multiplies by, `w`, and that of `up`."""
+    names = ("w", "scales", "biases") if is_quantized else ("w",)
+
+    def chosen(name: str, i: int, up: int) -> str:
+        """Return the lines that point to an array of weight i, and to that of `up`."""
+        return f"{name} = (decltype({name})){name}{i}; up_{name} = (decltype({name})){name}{up};"
+
     num_results = 1 if form == "gated" else num_weights
     flags = {"Gated": form == "gated", "Added": form == "added", "Normed": eps is not None}
     lines = [
         f"constexpr bool {', '.join(f'{name} = {str(value).lower()}' for name, value in flags.items())};",
         f"constexpr float EPS = {eps or 0.0!r}f;",
         "int block = blockIdx.x, outputs = w0_shape[0];",
-        f"const T *w = w0, *up = {'w1' if form == 'gated' else 'w0'};",
+        "const char *w, *up_w;",
+        f"const int groups = {'scales0_shape[1]' if is_quantized else 1};",
+        "const unsigned short *scales = nullptr, *up_scales = nullptr, *biases = nullptr, *up_biases = nullptr;",
+        *(chosen(name, 0, 1 if form == "gated" else 0) for name in names),
         f"const T *added = {'other' if form == 'added' else 'nullptr'}, *norm = {'nullptr' if eps is None else 'by'};",
         "T* y = y0;",
     ]
     for i in range(1, num_results):
         blocks = f"(w{i - 1}_shape[0] + 8 * OutTiles - 1) / (8 * OutTiles)"
         lines.append(f"if (y == y{i - 1} && block >= {blocks}) {{")
-        lines.append(f"block -= {blocks}; w = up = w{i}; y = y{i}; outputs = w{i}_shape[0]; }}")
+        lines += [
+            f"block -= {blocks}; y = y{i}; outputs = w{i}_shape[0];",
+            *(chosen(name, i, i) for name in names),
+            "}",
+        ]
     others = [*(["other"] if form == "added" else []), *([] if eps is None else ["by"])]
+    kind = f"{NAMES[dtype]}{'_quantized' if is_quantized else ''}"
     return mx.fast.cuda_kernel(
-        name=f"few_rows_{dtype}_{num_weights}_{form}{'' if eps is None else '_normed'}",
-        input_names=["x", *(f"w{i}" for i in range(num_weights)), *others],
+        name=f"few_rows_{kind}_{num_weights}_{form}{'' if eps is None else '_normed'}",
+        input_names=["x", *(f"{name}{i}" for i in range(num_weights) for name in names), *others],
         output_names=[f"y{i}" for i in range(num_results)],
-        header=_MULTIPLY.replace("TYPE", dtype),
+        header=header(dtype),
         source=short("\n".join(lines) + SOURCE),
     )
+
+
+def header(dtype: mx.Dtype) -> str:
+    """Return the functions that the kernels call."""
+    source = _HEADER.replace("TYPE", NAMES[dtype])
+    for name, meaning in _PAIRS[dtype].items():
+        source = source.replace(name, meaning)
+    return source
 
 
 def short(source: str) -> str:
@@ -289,23 +425,30 @@ def short(source: str) -> str:
 
 def linear(self: Any, x: mx.array) -> mx.array:
     """Stand for `nn.Linear.__call__`."""
-    if _is_for_library(x, self["weight"]):
+    weight = Weight((self["weight"],))
+    if _is_for_library(x, weight):
         return _library_call(self, x)
-    y = product(x, self["weight"])
+    y = product(x, weight)
     return y + self["bias"] if "bias" in self else y
 
 
 def as_linear(self: Any, x: mx.array) -> mx.array:
     """Stand for `nn.Embedding.as_linear`."""
-    return _library_as_linear(self, x) if _is_for_library(x, self.weight) else product(x, self.weight)
+    weight = Weight((self.weight,))
+    return _library_as_linear(self, x) if _is_for_library(x, weight) else product(x, weight)
 
 
-def _is_for_library(x: mx.array, weight: mx.array) -> bool:
+def _is_for_library(x: mx.array, weight: Weight) -> bool:
     """Return whether the library computes the product: also that of one row, unless it gives logits.
 
     The library has a kernel for one row, which rounds differently: a row's logits must not depend on others.
     """
-    return not is_supported(x, weight) or (x.size == x.shape[-1] and weight.shape[0] < MANY_OUTPUTS)
+    return not is_supported(x, weight) or (x.size == x.shape[-1] and weight.num_outputs < MANY_OUTPUTS)
+
+
+def is_installed() -> bool:
+    """Return whether the device has the kernels."""
+    return nn.Linear.__call__ is linear
 
 
 def install() -> None:

@@ -7,6 +7,7 @@ import mlx.nn as nn
 import pytest
 
 from engine.worker.patches import few_rows_cuda
+from engine.worker.patches.few_rows_cuda import Weight
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,10 @@ from engine.worker.patches import few_rows_cuda
 )
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 def test_up_to_32_rows_are_taken(shape, num_outputs, taken, dtype):
-    assert few_rows_cuda.is_supported(mx.zeros(shape, dtype), mx.zeros((num_outputs, shape[-1]), dtype)) is taken
+    assert (
+        few_rows_cuda.is_supported(mx.zeros(shape, dtype), Weight((mx.zeros((num_outputs, shape[-1]), dtype),)))
+        is taken
+    )
 
 
 @pytest.mark.parametrize(
@@ -34,7 +38,7 @@ def test_up_to_32_rows_are_taken(shape, num_outputs, taken, dtype):
     [(mx.float32, mx.float32), (mx.float32, mx.bfloat16), (mx.bfloat16, mx.float32), (mx.float16, mx.bfloat16)],
 )
 def test_other_and_mixed_dtypes_are_the_library_s(of_rows, of_weights):
-    assert not few_rows_cuda.is_supported(mx.zeros((2, 64), of_rows), mx.zeros((48, 64), of_weights))
+    assert not few_rows_cuda.is_supported(mx.zeros((2, 64), of_rows), Weight((mx.zeros((48, 64), of_weights),)))
 
 
 @pytest.mark.parametrize("bias", [True, False])
