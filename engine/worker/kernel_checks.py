@@ -153,7 +153,7 @@ def _delta_rule(*inputs: mx.array) -> tuple[np.ndarray, list[np.ndarray]]:
 def few_rows() -> KernelFigure:
     """Apply layers in bfloat16 to 1 to 33 rows, against float64; on CUDA up to 32 rows have a kernel of Orchard."""
     errors = [
-        _few_rows_error(num_rows, size, num_outputs, {})
+        few_rows_error(num_rows, size, num_outputs, {})
         for num_rows, size, num_outputs in product((1, 2, 7, 16, 17, 32, 33), (512, 96), (1024, 100))
     ]
     return KernelFigure(max(errors), 2 * BFLOAT16_LIMIT, f"{loader.device_kind()} kernels")  # some round twice
@@ -164,14 +164,14 @@ def quantized_rows() -> KernelFigure | str:
     if loader.device_kind() != "cuda":
         return "Orchard's kernels for weights of 4 and 8 bits are for CUDA alone"
     errors = [
-        _few_rows_error(num_rows, size, num_outputs, {"group_size": group_size, "bits": bits})
+        few_rows_error(num_rows, size, num_outputs, {"group_size": group_size, "bits": bits})
         for bits, group_size, size in ((4, 64, 512), (4, 32, 96), (8, 64, 512))
         for num_rows, num_outputs in product((1, 7, 16, 17, 33, 300), (1024, 100))
     ]
     return KernelFigure(max(errors), 2 * BFLOAT16_LIMIT, f"{loader.device_kind()} kernels")
 
 
-def _few_rows_error(num_rows: int, size: int, num_outputs: int, quantization: dict[str, Any]) -> float:
+def few_rows_error(num_rows: int, size: int, num_outputs: int, quantization: dict[str, Any]) -> float:
     """Return the largest error of layers [size, num_outputs] alone and together, behind a norm, with a gate, added."""
     layers: list[Any] = [nn.Linear(size, num, bias=False) for num in (num_outputs, num_outputs, 36)]
     layers.append(nn.Linear(size, num_outputs))

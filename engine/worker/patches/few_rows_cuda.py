@@ -1,12 +1,13 @@
-"""Products of few rows with weights of 16 bits on CUDA, by a kernel that is cheap to launch.
+"""Products of few rows with weights of 16, 8 and 4 bits on CUDA, by a kernel that is cheap to launch.
 
 MLX 0.32.4 multiplies one row by a kernel of its own, and more rows by cuBLAS: for each product of each step it asks
 cuBLAS for an algorithm, and captures the launch as a graph within the step's graph. On an H200 that takes the host
 30 us, longer than the device takes to read most weights. This kernel is one node of the step's graph (15 us), and the
 result of a row depends on its own values alone, not on the rows beside it. It also multiplies the same rows by several
 weights at once, normalizes rows of bfloat16 before, computes the gated half of an MLP, and adds a product to something.
-With 64 rows it takes the device twice as long as cuBLAS, and steps were slower. It can be removed when the library
-keeps cuBLAS's choices, or has such a kernel.
+With 64 rows it takes the device twice as long as cuBLAS, and steps were slower. Weights of 4 and 8 bits are expanded
+to 16 in registers; the library's kernel for several rows takes the device two to six times as long (quantized_cuda).
+It can be removed when the library keeps cuBLAS's choices, or has such a kernel.
 """
 
 from collections.abc import Sequence
@@ -238,12 +239,10 @@ class Weight(NamedTuple):
         arrays: Numbers of 16 bits [out, in]; or, quantized, uint32 [out, in * bits / 32], and scales and biases
             [out, in / group_size].
         bits: Bits of a number.
-        group_size: Neighbours that share a scale and a bias; 1 if it is not quantized.
     """
 
     arrays: tuple[mx.array, ...]
     bits: int = UNQUANTIZED
-    group_size: int = 1
 
     @classmethod
     def of(cls, layer: Any) -> Self | None:
@@ -254,11 +253,16 @@ class Weight(NamedTuple):
             return None
         if layer.mode != "affine" or layer.bits not in QUANTIZED_BITS:
             return None
-        return cls((layer.weight, layer.scales, layer.biases), layer.bits, layer.group_size)
+        return cls((layer.weight, layer.scales, layer.biases), layer.bits)
 
     @property
     def num_outputs(self) -> int:
         return self.arrays[0].shape[0]
+
+    @property
+    def num_groups(self) -> int:
+        """Number of scales of an output; 1 if the weight is not quantized."""
+        return self.arrays[1].shape[1] if self.bits < UNQUANTIZED else 1
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -274,15 +278,13 @@ def is_supported(x: mx.array, weight: Weight) -> bool:
     return is_form and x.size <= most * size and weight.num_outputs * size < MAX_SIZE
 
 
-def _of_one_kernel(x: mx.array, layers: Sequence[Any]) -> list[Weight] | None:
+def weights_of_one_kernel(x: mx.array, layers: Sequence[Any]) -> list[Weight] | None:
     """Return the weights of the layers, if the kernel is installed and computes x [..., in] times all at once."""
     if not is_installed() or any("bias" in layer for layer in layers):
         return None
-    weights = [Weight.of(layer) for layer in layers]
-    first = weights[0]
-    found = [weight for weight in weights if weight is not None and is_supported(x, weight)]
-    alike = first is not None and all(weight[1:] == first[1:] for weight in found)
-    return found if alike and len(found) == len(layers) else None
+    found = [weight for weight in map(Weight.of, layers) if weight is not None and is_supported(x, weight)]
+    are_alike = len({(weight.bits, weight.num_groups) for weight in found}) == 1
+    return found if are_alike and len(found) == len(layers) else None
 
 
 def product(x: mx.array, weight: Weight) -> mx.array:
@@ -301,7 +303,7 @@ def products(layers: Sequence[Any], x: mx.array, norm: Any = None) -> list[mx.ar
         x: Their input.
         norm: A norm that is applied to x first; None for nothing.
     """
-    if (weights := _of_one_kernel(x, layers)) is None:
+    if (weights := weights_of_one_kernel(x, layers)) is None:
         x = x if norm is None else norm(x)
         return [layer(x) for layer in layers]
     return _multiply(x, weights, norm=norm)
@@ -312,7 +314,7 @@ def gated(gate: Any, up: Any, x: mx.array, norm: Any = None) -> mx.array:
 
     A `norm` is applied to x first.
     """
-    if (weights := _of_one_kernel(x, (gate, up))) is None:
+    if (weights := weights_of_one_kernel(x, (gate, up))) is None:
         x = x if norm is None else norm(x)
         return swiglu(gate(x), up(x))
     return _multiply(x, weights, form="gated", norm=norm)[0]
@@ -320,7 +322,7 @@ def gated(gate: Any, up: Any, x: mx.array, norm: Any = None) -> mx.array:
 
 def added(to: mx.array, layer: Any, x: mx.array) -> mx.array:
     """Return to [..., out] + layer(x), by one kernel if the layer is linear, without a bias, and supported."""
-    weights = _of_one_kernel(x, (layer,))
+    weights = weights_of_one_kernel(x, (layer,))
     if weights is None or to.dtype != x.dtype or to.shape[:-1] != x.shape[:-1]:
         return to + layer(x)
     return _multiply(x, weights, to, form="added")[0]

@@ -22,7 +22,8 @@ FEW_ROWS = 4
 TILE = 8
 """Fewest rows of the library's kernel for tensor cores; fewer ones are padded."""
 MANY_ROWS = 256
-"""From this many rows on the weights are expanded."""
+"""From this many rows on the weights are expanded. By a kernel of Orchard they are for all rows that few_rows_cuda does
+not take, but those of an output layer: its numbers would take a gigabyte for a moment."""
 THREADS = 256
 """Threads of a block that expands weights, eight numbers each."""
 
@@ -31,7 +32,7 @@ _EXPANSION = """
     if (at >= size_t(w_shape[0]) * w_shape[1] * 4 / Bits) return;
     const unsigned short* factors[] = {
         reinterpret_cast<const unsigned short*>(scales), reinterpret_cast<const unsigned short*>(biases)};
-    const size_t group = at * 8 / GroupSize;
+    const size_t group = at * 8 / (w_shape[1] * 32 / Bits / scales_shape[1]);
     uint4 words = {w[at * Bits / 4], 0u, 0u, 0u};
     if (Bits == 8) words.y = w[at * 2 + 1];
     uint4 eight = expanded<Bits>(words, 0, factors[0][group] | unsigned(factors[1][group]) << 16);
@@ -49,7 +50,9 @@ def product(module: Any, x: mx.array) -> mx.array:
     """Return x [..., in] times the module's quantized weights: [..., out], without its bias."""
     rows = x.size // x.shape[-1]
     flat = x.reshape(rows, x.shape[-1])
-    if rows >= MANY_ROWS:
+    weight = _expandable(module, x.dtype)
+    is_cheap = weight is not None and rows > few_rows_cuda.MAX_ROWS and weight.num_outputs < few_rows_cuda.MANY_OUTPUTS
+    if is_cheap or rows >= MANY_ROWS:
         y = flat @ expanded(module, x.dtype).T
     else:
         padded = mx.pad(flat, [(0, TILE - rows), (0, 0)]) if rows < TILE else flat
@@ -60,22 +63,29 @@ def product(module: Any, x: mx.array) -> mx.array:
 def expanded(module: Any, dtype: mx.Dtype) -> mx.array:
     """Return the numbers [out, in] of the module's quantized weights, by a kernel if it is installed and has the form.
 
-    The library's own takes 4 bits as long as their product with 2,000 rows.
+    The library's own takes three times as long.
     """
-    weight = Weight.of(module)
-    if weight is None or weight.dtype != dtype or dtype not in few_rows_cuda.NAMES or not few_rows_cuda.is_installed():
+    if (weight := _expandable(module, dtype)) is None:
         return mx.dequantize(*_arrays(module), **_form(module), dtype=dtype)
     num_outputs, num_words = weight.arrays[0].shape
     num_columns = num_words * 32 // weight.bits
     (numbers,) = _expansion(dtype)(
         inputs=list(weight.arrays),
-        template=[("T", dtype), ("Bits", weight.bits), ("GroupSize", weight.group_size)],
+        template=[("T", dtype), ("Bits", weight.bits)],
         grid=(-(-num_outputs * num_columns // (8 * THREADS)) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(num_outputs, num_columns)],
         output_dtypes=[dtype],
     )
     return numbers
+
+
+def _expandable(module: Any, dtype: mx.Dtype) -> Weight | None:
+    """Return the module's weight if the kernel expands it to the dtype."""
+    weight = Weight.of(module)
+    if weight is None or weight.dtype != dtype or dtype not in few_rows_cuda.NAMES or not few_rows_cuda.is_installed():
+        return None
+    return weight
 
 
 @cache

@@ -1,4 +1,11 @@
-"""Which products CUDA's kernel for few rows takes; its results are checked on a GPU, by the self-test."""
+"""Which products CUDA's kernel for few rows takes, and what its source computes, on a CPU with a thread per lane.
+
+The self-test checks its results on a GPU.
+"""
+
+import itertools
+import shutil
+from functools import partial
 
 import engine.worker  # noqa: F401  # before MLX
 
@@ -6,8 +13,11 @@ import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 import pytest
 
-from engine.worker.patches import few_rows_cuda
+from engine.worker.kernel_checks import few_rows_error
+from engine.worker.patches import few_rows_cuda, quantized_cuda
 from engine.worker.patches.few_rows_cuda import Weight
+from tests.support import cuda_on_cpu
+from tests.support.night import some_at_night
 
 
 @pytest.mark.parametrize(
@@ -58,3 +68,73 @@ def test_what_several_layers_compute_without_the_kernel_is_what_they_compute_alo
 
 def test_a_kernel_s_source_is_given_without_comments_and_indentation():
     assert few_rows_cuda.short("\n  // why\n    a = b;  // and how\n\n    c();\n") == "a = b;\nc();"
+
+
+@pytest.fixture
+def on_cpu(monkeypatch, tmp_path):
+    """The kernels of few_rows_cuda and quantized_cuda on a CPU, as they are installed on CUDA."""
+    if shutil.which("g++") is None:
+        pytest.skip("the kernels' sources are compiled by g++, which is not here")
+    monkeypatch.setattr(mx.fast, "cuda_kernel", partial(cuda_on_cpu.Kernel, tmp_path))
+    monkeypatch.setattr(nn.Linear, "__call__", few_rows_cuda.linear)
+    monkeypatch.setattr(nn.QuantizedLinear, "__call__", quantized_cuda.linear)
+    caches = few_rows_cuda._kernel, quantized_cuda._expansion
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+CASES = [
+    (16, 192, {"group_size": 64, "bits": 4}),
+    (20, 160, {}),
+    (3, 576, {"group_size": 64, "bits": 4}),
+    (20, 96, {"group_size": 32, "bits": 4}),
+    (9, 320, {"group_size": 64, "bits": 8}),
+    (32, 128, {"group_size": 128, "bits": 8}),
+    (16, 608, {}),
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    some_at_night(
+        CASES, CASES[:2], "the gate runs the kernel with weights of 4 and 16 bits, with one and two row tiles"
+    ),
+)
+def test_the_kernel_s_source_computes_products_of_all_forms(on_cpu, case):
+    num_rows, size, quantization = case
+    assert few_rows_error(num_rows, size, 36, quantization) < 2e-2
+
+
+@pytest.mark.parametrize("quantization", [{"group_size": 64, "bits": 4}, {"group_size": 32, "bits": 8}])
+def test_a_quantized_weight_is_expanded_by_the_kernel_s_source(on_cpu, quantization):
+    layer = nn.QuantizedLinear.from_linear(nn.Linear(192, 40, bias=False), **quantization)
+    layer.set_dtype(mx.bfloat16)
+    expanded = quantized_cuda.expanded(layer, mx.bfloat16).astype(mx.float32)
+    scales, biases = layer.scales.astype(mx.float32), layer["biases"].astype(mx.float32)
+    exact = mx.dequantize(layer.weight, scales, biases, **quantization)
+    assert mx.allclose(expanded, exact, rtol=0, atol=float(mx.abs(exact).max()) / 128)
+    x = mx.random.normal((few_rows_cuda.MAX_ROWS + 1, 1, 192)).astype(mx.bfloat16)
+    assert mx.array_equal(quantized_cuda.linear(layer, x), x @ quantized_cuda.expanded(layer, mx.bfloat16).T)
+
+
+def test_only_layers_of_like_weights_are_computed_together(on_cpu):
+    x = mx.zeros((2, 128), mx.bfloat16)
+    layers = [nn.Linear(128, 32, bias=False) for _ in range(4)]
+    layers = [
+        layers[0],
+        *(layers[1].to_quantized(group_size, bits) for group_size, bits in ((64, 4), (32, 4), (64, 8))),
+    ]
+    for layer in layers:
+        layer.set_dtype(mx.bfloat16)
+    for layer in layers:
+        assert few_rows_cuda.weights_of_one_kernel(x, [layer, layer]) is not None
+    for first, second in itertools.combinations(layers, 2):
+        assert few_rows_cuda.weights_of_one_kernel(x, [first, second]) is None
+
+
+@pytest.mark.parametrize("form", [(64, 3, "affine"), (64, 6, "affine"), (32, 4, "mxfp4"), (32, 8, "mxfp8")])
+def test_other_quantizations_are_the_library_s(form):
+    assert Weight.of(nn.Linear(128, 32, bias=False).to_quantized(*form)) is None

@@ -1,0 +1,131 @@
+// What the CUDA kernels of engine/worker/patches/few_rows_cuda.py call, for a CPU: each lane is a thread.
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+#define __shared__ static
+
+// bfloat16, rounded to the nearest even one.
+struct bf16 {
+    uint16_t bits;
+    bf16() = default;
+    explicit bf16(float x) {
+        uint32_t u;
+        memcpy(&u, &x, 4);
+        bits = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    }
+    operator float() const {
+        const uint32_t u = uint32_t(bits) << 16;
+        float x;
+        memcpy(&x, &u, 4);
+        return x;
+    }
+};
+struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+struct __nv_bfloat162 { bf16 x, y; };
+struct Place { int x, y; };
+
+// What the lanes of a warp hand to each other.
+struct Warp {
+    std::barrier<> barrier{32};
+    unsigned a[32][4], b[32][2];
+    float shuffled[32];
+};
+
+thread_local Place threadIdx, blockIdx;
+thread_local Warp* warp_of_lane;
+Place blockDim;
+std::unique_ptr<std::barrier<>> block_barrier;
+
+inline void __syncthreads() { block_barrier->arrive_and_wait(); }
+inline void __syncwarp() { warp_of_lane->barrier.arrive_and_wait(); }
+
+inline float half_of(unsigned pair, int i) {
+    bf16 x;
+    x.bits = i ? pair >> 16 : pair & 0xffff;
+    return x;
+}
+// mma.m16n8k16: lane l has rows l / 4 and l / 4 + 8 of a, column l / 4 of b, and columns l % 4 * 2 and + 1 of c.
+inline void multiply(
+    float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
+    const int lane = threadIdx.x, group = lane / 4, part = lane % 4;
+    Warp& warp = *warp_of_lane;
+    __syncwarp();
+    const unsigned a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
+    memcpy(warp.a[lane], a, sizeof a);
+    memcpy(warp.b[lane], b, sizeof b);
+    __syncwarp();
+    for (int r = 0; r < 4; ++r)
+        for (int k = 0; k < 16; ++k) {
+            const int holder = k % 8 / 2, high = k / 8, column = part * 2 + r % 2;
+            c[r] += half_of(warp.a[group * 4 + holder][r / 2 + 2 * high], k % 2) *
+                    half_of(warp.b[column * 4 + holder][high], k % 2);
+        }
+}
+inline float __shfl_xor_sync(unsigned, float x, int mask) {
+    __syncwarp();
+    warp_of_lane->shuffled[threadIdx.x] = x;
+    __syncwarp();
+    return warp_of_lane->shuffled[threadIdx.x ^ mask];
+}
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+    const uint64_t bytes = uint64_t(high) << 32 | low;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= unsigned(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
+    return result;
+}
+template <typename T> T __ldg(const T* from) { return *from; }
+template <typename T> T __ldcs(const T* from) { return *from; }
+inline int __clz(int x) { return __builtin_clz(x); }
+inline float rsqrtf(float x) { return 1 / sqrtf(x); }
+inline float __uint_as_float(unsigned bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) { return {bf16(a), bf16(b)}; }
+inline float2 __bfloat1622float2(__nv_bfloat162 a) { return {a.x, a.y}; }
+inline __nv_bfloat162 __hsub2(__nv_bfloat162 a, __nv_bfloat162 b) { return {bf16(a.x - b.x), bf16(a.y - b.y)}; }
+inline __nv_bfloat162 __hmul2(__nv_bfloat162 a, __nv_bfloat162 b) { return {bf16(a.x * b.x), bf16(a.y * b.y)}; }
+inline __nv_bfloat162 __hfma2(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bfloat162 c) {
+    return {bf16(a.x * b.x + c.x), bf16(a.y * b.y + c.y)};
+}
+
+void kernel();
+
+// Run the blocks one after the other, each with a thread per lane.
+inline void launch(int num_blocks, int lanes, int warps) {
+    blockDim.x = lanes;
+    for (int block = 0; block < num_blocks; ++block) {
+        block_barrier = std::make_unique<std::barrier<>>(lanes * warps);
+        std::vector<Warp> of_block(lanes * warps / 32);
+        std::vector<std::thread> threads;
+        for (int thread = 0; thread < lanes * warps; ++thread)
+            threads.emplace_back([&, thread] {
+                threadIdx = {thread % lanes, thread / lanes};
+                blockIdx = {block, 0};
+                warp_of_lane = &of_block[thread / 32];
+                kernel();
+            });
+        for (auto& thread : threads) thread.join();
+    }
+}
+template <typename T> std::vector<T> read(const char* path, size_t size) {
+    std::vector<T> values(size);
+    FILE* file = fopen(path, "rb");
+    if (!file || fread(values.data(), sizeof(T), size, file) != size) abort();
+    fclose(file);
+    return values;
+}
+template <typename T> void write(const char* path, const std::vector<T>& values) {
+    FILE* file = fopen(path, "wb");
+    if (!file || fwrite(values.data(), sizeof(T), values.size(), file) != values.size() || fclose(file)) abort();
+}

@@ -1,0 +1,76 @@
+"""Runs the source of CUDA kernels on a CPU: compiled by g++, with a thread per lane. Slow, and for small shapes.
+
+It knows what the kernels of few_rows_cuda and quantized_cuda call (cuda_on_cpu.h), in bfloat16.
+"""
+
+import subprocess
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+TYPES = {mx.bfloat16: "bf16", mx.uint32: "uint32_t"}
+HEADER = Path(__file__).with_suffix(".h")
+
+
+class Kernel:
+    """Stands for a kernel of `mx.fast.cuda_kernel`, whose arguments it takes.
+
+    Args:
+        folder: For sources, programs and arrays.
+        arguments: As `mx.fast.cuda_kernel` says.
+    """
+
+    def __init__(self, folder: Path, **arguments: Any) -> None:
+        self._folder = folder
+        self._arguments = arguments
+
+    def __call__(
+        self,
+        inputs: Sequence[mx.array],
+        template: Sequence[tuple[str, Any]],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: Sequence[tuple[int, ...]],
+        output_dtypes: Sequence[mx.Dtype],
+    ) -> list[mx.array]:
+        assert all(dtype == mx.bfloat16 for dtype in output_dtypes)
+        names, results = self._arguments["input_names"], self._arguments["output_names"]
+        for name, array in zip(names, inputs, strict=True):
+            bits = mx.contiguous(array).view(mx.uint16 if array.dtype == mx.bfloat16 else array.dtype)
+            np.array(bits).tofile(self._folder / name)
+        arrays = [
+            f'auto {name}_all = read<{TYPES[array.dtype]}>("{self._folder / name}", {array.size});'
+            for name, array in zip(names, inputs, strict=True)
+        ]
+        sizes = [prod(shape) for shape in output_shapes]
+        arrays += [f"std::vector<bf16> {name}_all({size});" for name, size in zip(results, sizes, strict=True)]
+        body = [f"auto {name} = {name}_all.data();" for name in (*names, *results)]
+        body += [
+            f"const int {name}_shape[] = {{{', '.join(map(str, array.shape))}}};"
+            for name, array in zip(names, inputs, strict=True)
+        ]
+        body += [
+            f"using {name} = {TYPES[value]};" if isinstance(value, mx.Dtype) else f"constexpr int {name} = {value};"
+            for name, value in template
+        ]
+        self._run(arrays, body, f"{grid[0] // threadgroup[0]}, {threadgroup[0]}, {threadgroup[1]}")
+        return [
+            mx.array(np.fromfile(self._folder / name, np.uint16)).view(mx.bfloat16).reshape(shape)
+            for name, shape in zip(results, output_shapes, strict=True)
+        ]
+
+    def _run(self, arrays: Sequence[str], body: Sequence[str], launched: str) -> None:
+        """Compile the kernel with its arrays and the first lines of its body, run it, and write its results."""
+        written = [f'write("{self._folder / name}", {name}_all);' for name in self._arguments["output_names"]]
+        # The header's own function for tensor cores is assembly; cuda_on_cpu.h has another one.
+        header = self._arguments["header"].partition("// Multiply eight")[2]
+        lines = [f'#include "{HEADER}"', "//" + header, *arrays, "void kernel() {", *body]
+        lines += [self._arguments["source"], "}", f"int main() {{ launch({launched});", *written, "}"]
+        source, program = self._folder / "kernel.cpp", self._folder / "kernel"
+        source.write_text("\n".join(lines))
+        subprocess.run(["g++", "-std=c++20", "-O1", "-w", "-pthread", source, "-o", program], check=True, timeout=120)
+        subprocess.run([program], check=True, timeout=120)
