@@ -21,6 +21,7 @@ from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest, Progress, SamplingParams
 from engine.worker import prefill
 from engine.worker.model_runner import MLXRunner, load_runner
+from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver, fix_prefill_costs
 from tests.support.families import FAMILIES
 from tests.support.night import some_at_night
@@ -82,12 +83,15 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Runners are never closed: that would take the main thread's streams from the tests that follow.
 
     Quantized weights stay quantized, as on a GPU; test_expanded_weights.py expands them.
+
+    The gate warms up one family of each layout, the night all.
     """
     path = make(tmp_path_factory.mktemp("zoo") / "model", FAMILIES[request.param])
     turns = conversation(load(path))
     limits = {"max_context_tokens": 192, "max_running": 4}  # so that the warm-up times only small chunks and batches
     config = EngineConfig.model_validate({"model": str(path), "expand_quantized_weights": "off", **limits})
-    return Served(load_runner(config, lambda progress: None), turns)
+    is_warm = request.config.option.night or request.param in LAYOUTS.values()
+    return Served(load_runner(config, lambda progress: None) if is_warm else load_cold(config), turns)
 
 
 @one_family_of_each_layout
