@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from deployments.serve_run import cli
 from deployments.serve_run.config_file import default_config, read_config
 from tests.e2e.server import SHIPPED_CONFIG, free_port
 
@@ -152,9 +153,13 @@ def test_commands_on_a_missing_model_say_why(tmp_path: Path, arguments: list[str
         (["--cluster", "--address", "10.0.0.1:6379"], "--address, or RAY_ADDRESS, names another one: 10.0.0.1:6379"),
     ],
 )
-def test_options_of_a_cluster_that_would_have_no_effect_are_refused(tmp_path: Path, arguments: list[str], message: str):
-    done = orchard(tmp_path, "serve", *arguments)
-    assert done.returncode == 2 and message in " ".join(done.stderr.split())
+def test_options_of_a_cluster_that_would_have_no_effect_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", *arguments])
+    assert ended.value.code == 2 and message in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_head_needs_an_address_of_this_machine(tmp_path: Path):
