@@ -29,6 +29,7 @@ from tests.support import conversations
 from tests.support.conversations import Answer, cache_config, compare_logprobs, plain_tokens, random_traffic
 from tests.support.demo_model import DEMO, DRAFT
 from tests.support.driver import Driver, fix_prefill_costs
+from tests.support.night import some_at_night
 from tests.support.schedule_runs import NUM_SCHEDULES, check_many
 from tests.support.sparse_prompts import (
     KINDS,
@@ -44,6 +45,7 @@ from tests.support.sparse_prompts import (
 from tests.support.tasks import RETRIEVAL, prompts
 
 NUM_SPECIMENS = 40
+SMALLER = "the tiny models have the layers of the demo model, which has random traffic in the gate"
 
 GREEDY = SamplingParams(26, 0.0, logprobs=3)
 SAMPLED = SamplingParams(26, 1.0, seed=7, logprobs=3)
@@ -154,7 +156,7 @@ def with_pictures(bench: SparseBench, name: str, sampling: SamplingParams = GREE
     return EngineRequest("r", np.concatenate(ids), sampling, (), images)
 
 
-@pytest.mark.parametrize("name", [*KINDS, "demo"])
+@pytest.mark.parametrize("name", some_at_night([*KINDS, "demo"], KINDS, SMALLER))
 def test_a_plan_that_keeps_all_tokens_gives_exactly_the_dense_answer(models, name):
     """Logprobs and accepted drafts as well, without any rounding; greedy and sampled, with pictures and without."""
     runner, bench = models.runner(name), models.bench(name)
@@ -169,7 +171,7 @@ def test_a_plan_that_keeps_all_tokens_gives_exactly_the_dense_answer(models, nam
             assert answer(runner, plan, config) == dense
 
 
-@pytest.mark.parametrize("name", [*KINDS, "demo"])
+@pytest.mark.parametrize("name", some_at_night([*KINDS, "demo"], KINDS, SMALLER))
 def test_a_sparse_prompt_gets_the_models_own_answer_to_the_kept_tokens_at_their_positions(models, name):
     """Greedy, sampled and penalised (for all of the prompt), with pictures as well; drafts change nothing."""
     runner, bench, rng = models.runner(name), models.bench(name), random.Random(zlib.crc32(name.encode()))
@@ -182,7 +184,7 @@ def test_a_sparse_prompt_gets_the_models_own_answer_to_the_kept_tokens_at_their_
             bench.oracle.agrees(spec, got)
 
 
-@pytest.mark.parametrize("name", ["deep", "foreign head", "demo"])
+@pytest.mark.parametrize("name", some_at_night(["deep", "foreign head", "demo"], KINDS, SMALLER))
 def test_skipped_tokens_affect_only_the_positions_of_the_kept_ones(models, name):
     runner, spec = models.runner(name), text_of(name, 120)
     kept = [*range(20), *range(50, 70), *range(90, 120)]
@@ -214,7 +216,7 @@ def read(monkeypatch) -> list[tuple[list[int], np.ndarray, np.ndarray]]:
 
 
 @pytest.mark.parametrize("chunk", [16, 33, 2048])
-@pytest.mark.parametrize("name", ["deep", "foreign head", "demo"])
+@pytest.mark.parametrize("name", some_at_night(["deep", "foreign head", "demo"], KINDS, SMALLER))
 def test_the_head_reads_each_kept_token_with_its_successor_in_the_prompt(models, read, name, chunk):
     """Kept or not; also behind a snapshot that ends at the gap, of a prompt that goes on otherwise there."""
     runner = models.runner(name)

@@ -22,6 +22,7 @@ from engine.worker.language_model import LanguageModel
 from engine.worker.model_runner import MLXRunner
 from engine.worker.prefill import PromptState
 from tests.support.families import FAMILIES
+from tests.support.night import some_at_night
 from tests.support.zoo import make
 
 LENGTHS = (5, 33, 1, 17, 2, 70)
@@ -110,7 +111,10 @@ def assert_same_state(one: PromptState, other: PromptState) -> None:
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
-@pytest.mark.parametrize("model", [*MODELS, "demo", "text"])
+@pytest.mark.parametrize(
+    "model",
+    some_at_night([*MODELS, "demo", "text"], [*MODELS, "text"], "the tiny models have the layers of the demo model"),
+)
 def test_prompts_in_a_burst_get_the_tokens_that_each_gets_alone(runner_of, model, num_drafts):
     runner = runner_of(model)
     rows = rows_of()
