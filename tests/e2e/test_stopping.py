@@ -75,6 +75,10 @@ def refusal_of(server: ServeRun) -> httpx.Response:
     return response
 
 
+def num_running(server: ServeRun) -> int:
+    return httpx.get(f"{server.base_url}/v1/status", timeout=EXIT_S).json()["num_running"]
+
+
 def test_sigterm_gives_running_answers_the_drain_time_and_refuses_new_requests(small_server: ServeRun):
     server = small_server
     processes = psutil.Process(server.process.pid).children(recursive=True)
@@ -85,6 +89,7 @@ def test_sigterm_gives_running_answers_the_drain_time_and_refuses_new_requests(s
     for client in (short, endless, whole):
         client.start()
     poll(lambda: len(short.lines) > 8 and len(endless.lines) > 8, 60, lambda: (short.lines, endless.lines))
+    poll(lambda: num_running(server) == 3, 60, lambda: "the answer that is not streamed does not run")
     server.process.send_signal(signal.SIGTERM)  # Ctrl-C: every other server of these tests
     refused = refusal_of(server)
     assert not short.events[-1].startswith('{"error"')
