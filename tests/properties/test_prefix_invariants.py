@@ -24,8 +24,9 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
 from engine.worker.mtp import MTPHead
+from tests.support.cold_runner import load_cold
 from tests.support.conversations import (
     LENGTHS,
     Answer,
@@ -89,9 +90,9 @@ def bench_of(
             weights = shutil.ignore_patterns("*.safetensors", "config.json")
             shutil.copytree(tiny_model(**KINDS["no head"].tiny), path, ignore=weights)
             make_family(path, FAMILIES["llama"])
-            return Bench(load_runner(EngineConfig(model=str(path)), lambda progress: None), path)
+            return Bench(load_cold(EngineConfig(model=str(path))), path)
         path = tiny_model(**KINDS[name].tiny)
-        return Bench(load_runner(EngineConfig(model=str(path), **KINDS[name].config), lambda progress: None), path)
+        return Bench(load_cold(EngineConfig(model=str(path), **KINDS[name].config)), path)
 
     return make
 

@@ -22,10 +22,11 @@ from engine.core.prefix_cache.snapshot_boundaries import LEAST_TOKENS
 from engine.core.request import Request
 from engine.core.spec_prefill.plan import ScoreRequest, find_anchors, make_plan
 from engine.protocol import Boundary, EngineRequest, SamplingParams
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
 from engine.worker.mtp import MTPHead
 from tests.properties import test_batch_invariants
 from tests.support import conversations
+from tests.support.cold_runner import load_cold
 from tests.support.conversations import Answer, cache_config, compare_logprobs, plain_tokens, random_traffic
 from tests.support.demo_model import DEMO, DRAFT
 from tests.support.driver import Driver, fix_prefill_costs
@@ -118,7 +119,7 @@ def models(tiny_model: Callable[..., Path], runner: MLXRunner, text_runner: MLXR
     def load(name: str) -> MLXRunner:
         if name in given:
             return given[name][0]
-        return load_runner(EngineConfig(model=str(path(name))), lambda progress: None)
+        return load_cold(EngineConfig(model=str(path(name))))
 
     bench = cache(lambda name: SparseBench(load(name), path(name)))
     return Models(load, path, bench, cache(lambda name: SharedBench(load(name), path(name))))
