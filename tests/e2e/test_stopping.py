@@ -86,10 +86,11 @@ def test_sigterm_gives_running_answers_the_drain_time_and_refuses_new_requests(s
     short = Client(server.base_url, SHORT, stream=True)
     endless = Client(server.base_url, ENDLESS, stream=True)
     whole = Client(server.base_url, ENDLESS, stream=False)
-    for client in (short, endless, whole):
+    whole.start()
+    poll(lambda: num_running(server) == 1, 60, lambda: "the answer that is not streamed does not run")
+    for client in (short, endless):
         client.start()
     poll(lambda: len(short.lines) > 8 and len(endless.lines) > 8, 60, lambda: (short.lines, endless.lines))
-    poll(lambda: num_running(server) == 3, 60, lambda: "the answer that is not streamed does not run")
     server.process.send_signal(signal.SIGTERM)  # Ctrl-C: every other server of these tests
     refused = refusal_of(server)
     assert not short.events[-1].startswith('{"error"')
