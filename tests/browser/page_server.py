@@ -55,7 +55,7 @@ class PageServer:
         assert self._is_up.wait(START_TIMEOUT_S)
 
     def _run(self) -> None:
-        self.house = DemoGraph(prefix_cache={"enabled": True})
+        self.house = DemoGraph(is_warm=True, prefix_cache={"enabled": True})
         self._app = self._make_app()
         try:
             self.house.run(self._serve)

@@ -23,16 +23,17 @@ class DemoGraph:
 
     Args:
         tracing: The section `tracing`.
+        is_warm: Whether the engine measures speed and memory when it starts, as a server's does.
         engine: Changes of the section `engine`.
     """
 
-    def __init__(self, tracing: Mapping[str, Any] | None = None, **engine: Any):
+    def __init__(self, tracing: Mapping[str, Any] | None = None, is_warm: bool = False, **engine: Any):
         given = yaml.safe_load(SHIPPED_CONFIG.read_text())["applications"][0]["args"]
         given["engine"] |= {"memory": {"min_available_gb": 0}, **engine}
         given |= {"tracing": tracing or {}}
         self._patch = pytest.MonkeyPatch()
         self._loop = asyncio.Runner()
-        self.graph = Graph(AppArgs.model_validate(given), self._patch)
+        self.graph = Graph(AppArgs.model_validate(given), self._patch, is_warm)
         self._loop.run(self.graph.start())
         transport = httpx.ASGITransport(self.graph.app, client=("127.0.0.1", 1))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=120)

@@ -36,6 +36,7 @@ from engine import async_engine
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.worker.model_runner import load_runner
 from tests.deployments.fake_handle import FakeCall, FakeHandle, running, task_error
+from tests.support.cold_runner import load_cold
 from tests.support.fake_runner import until
 from tests.support.faults import Faults
 from tests.support.faulty_engine import FaultyEngine
@@ -160,9 +161,10 @@ class Handle(FakeHandle):
 
 
 class Graph:
-    """replicas: by name. num_lost: losses of replicas so far. calls: that run now."""
+    """replicas: by name. num_lost: losses of replicas so far. calls: that run now. is_warm: the engine's start."""
 
-    def __init__(self, args: AppArgs, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self, args: AppArgs, monkeypatch: pytest.MonkeyPatch, is_warm: bool = False):
+        make_runner = load_runner if is_warm else lambda config, progress: load_cold(config)
         self.faults = Faults()
         self.replicas: dict[str, Any] = {}
         self.num_lost = 0
@@ -172,7 +174,7 @@ class Graph:
         for module in (model_replica, prompt_scorer, ingress, planner):
             monkeypatch.setattr(module, "replica_info", lambda: info)
         monkeypatch.setattr(
-            async_engine, "AsyncEngine", lambda config, sharing: FaultyEngine(config, self.faults, load_runner)
+            async_engine, "AsyncEngine", lambda config, sharing: FaultyEngine(config, self.faults, make_runner)
         )
 
     async def start(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from engine.processing.checkpoint import resolve_checkpoint
 from tests.deployments.demo_graph import DemoGraph
+from tests.support.night import some_at_night
 
 Messages = list[dict[str, Any]]
 
@@ -66,6 +67,7 @@ def test_a_conversation_computes_only_its_new_tokens_and_says_the_same(house: De
     house.run(test)
 
 
+@pytest.mark.night("the gate compares batches with requests alone on tiny models, test_batch_invariants.py")
 def test_a_stream_and_a_batch_give_the_tokens_of_a_request_alone(house: DemoGraph):
     async def test():
         questions = [asked(f"Tell me a fact about the number {number}.") for number in (7, 12, 30)]
@@ -81,37 +83,52 @@ def test_a_stream_and_a_batch_give_the_tokens_of_a_request_alone(house: DemoGrap
     house.run(test)
 
 
+UNEQUAL = ("The opposite of hot is", (" cold", " tall", " green and very old"))
 QUESTIONS = [
     ("The capital of France is", (" Paris", " London", " Rome")),
     ("Water freezes at zero degrees", (" Celsius", " meters", " dollars")),
-    ("The opposite of hot is", (" cold", " tall", " green and very old")),
+    UNEQUAL,
     ("Two plus two equals", (" four", " seven", " a banana")),
 ]
 
 
-def test_choices_are_scored_as_lm_eval_does_and_as_the_library_says(house: DemoGraph):
-    """Its local-completions model sends prompt and choice as token ids, with echo, logprobs and one token more."""
-    import mlx.core as mx  # after the graph, which chooses the library for products
+@pytest.fixture(scope="module")
+def library(house: DemoGraph) -> tuple[Any, Any]:
+    """The library's model and tokenizer; after the graph, which chooses the library for products."""
     from mlx_lm import load
 
     model, tokenizer, *_ = load(str(resolve_checkpoint("smollm2", None, weights=True)))
+    return model, tokenizer
+
+
+@pytest.mark.parametrize(
+    "case",
+    some_at_night(QUESTIONS, [UNEQUAL], "more questions; the gate has the one with choices of unequal lengths"),
+    ids=lambda case: case[0],
+)
+def test_choices_are_scored_as_lm_eval_does_and_as_the_library_says(
+    house: DemoGraph, library: tuple[Any, Any], case: tuple[str, tuple[str, ...]]
+):
+    """Its local-completions model sends prompt and choice as token ids, with echo, logprobs and one token more."""
+    import mlx.core as mx
+
+    (model, tokenizer), (question, choices) = library, case
+    start, whole = encode(tokenizer, question), [encode(tokenizer, question + choice) for choice in choices]
+    body = {"model": "smollm2", "prompt": whole, "echo": True, "logprobs": 1, "temperature": 0, "max_tokens": 1}
 
     async def test():
-        for question, choices in QUESTIONS:
-            start, whole = encode(tokenizer, question), [encode(tokenizer, question + choice) for choice in choices]
-            body = {"model": "smollm2", "prompt": whole, "echo": True, "logprobs": 1, "temperature": 0, "max_tokens": 1}
-            answer = (await house.http.post("/v1/completions", json={**body, "seed": 1234})).json()
-            for ids, choice in zip(whole, answer["choices"], strict=True):
-                logits = model(mx.array([ids]))[0, :-1].astype(mx.float32)
-                expected = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-                said, tops = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
-                assert len(said) == len(ids) + 1 and said[0] is tops[0] is None
-                own = expected[np.arange(len(ids) - 1), ids[1:]]
-                np.testing.assert_allclose(said[1:-1], own, atol=0.01)  # the engine expands the 4-bit weights
-                is_greedy = [one == max(top.values()) for one, top in zip(said[1:-1], tops[1:-1], strict=True)]
-                assert is_greedy == (expected.argmax(axis=-1) == ids[1:]).tolist()
-            sums = [sum(choice["logprobs"]["token_logprobs"][len(start) : -1]) for choice in answer["choices"]]
-            assert sums[0] == max(sums), "the model knows the answer"
+        answer = (await house.http.post("/v1/completions", json={**body, "seed": 1234})).json()
+        for ids, choice in zip(whole, answer["choices"], strict=True):
+            logits = model(mx.array([ids]))[0, :-1].astype(mx.float32)
+            expected = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+            said, tops = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
+            assert len(said) == len(ids) + 1 and said[0] is tops[0] is None
+            own = expected[np.arange(len(ids) - 1), ids[1:]]
+            np.testing.assert_allclose(said[1:-1], own, atol=0.01)  # the engine expands the 4-bit weights
+            is_greedy = [one == max(top.values()) for one, top in zip(said[1:-1], tops[1:-1], strict=True)]
+            assert is_greedy == (expected.argmax(axis=-1) == ids[1:]).tolist()
+        sums = [sum(choice["logprobs"]["token_logprobs"][len(start) : -1]) for choice in answer["choices"]]
+        assert sums[0] == max(sums), "the model knows the answer"
 
     house.run(test)
 

@@ -75,6 +75,10 @@ def refusal_of(server: ServeRun) -> httpx.Response:
     return response
 
 
+def num_running(server: ServeRun) -> int:
+    return httpx.get(f"{server.base_url}/v1/status", timeout=EXIT_S).json()["num_running"]
+
+
 def test_sigterm_gives_running_answers_the_drain_time_and_refuses_new_requests(small_server: ServeRun):
     server = small_server
     processes = psutil.Process(server.process.pid).children(recursive=True)
@@ -82,7 +86,9 @@ def test_sigterm_gives_running_answers_the_drain_time_and_refuses_new_requests(s
     short = Client(server.base_url, SHORT, stream=True)
     endless = Client(server.base_url, ENDLESS, stream=True)
     whole = Client(server.base_url, ENDLESS, stream=False)
-    for client in (short, endless, whole):
+    whole.start()
+    poll(lambda: num_running(server) == 1, 60, lambda: "the answer that is not streamed does not run")
+    for client in (short, endless):
         client.start()
     poll(lambda: len(short.lines) > 8 and len(endless.lines) > 8, 60, lambda: (short.lines, endless.lines))
     server.process.send_signal(signal.SIGTERM)  # Ctrl-C: every other server of these tests

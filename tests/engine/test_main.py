@@ -62,17 +62,24 @@ def test_a_chat_remembers_earlier_messages():
     assert result.stdout.count("Tom") == 2 and result.returncode == 0
 
 
+def test_an_invalid_argument_ends_the_program_with_the_reason():
+    result = ask("--model", "./nowhere", "Hi")
+    assert result.returncode != 0 and "./nowhere" in result.stderr and "Traceback" not in result.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
-        (["--model", "./nowhere", "Hi"], "./nowhere"),
         (["--image", "/nowhere.png", "Hi"], "/nowhere.png"),
         (["--temperature", "9", "Hi"], "--temperature is 9.0; it must be between 0 and 2"),
     ],
 )
-def test_an_invalid_argument_ends_the_program_with_the_reason(args, reason):
-    result = ask(*args)
-    assert result.returncode != 0 and reason in result.stderr and "Traceback" not in result.stderr
+def test_an_invalid_field_of_a_request_is_an_error_with_the_reason(args, reason, capsys):
+    try:
+        status = engine.__main__.main(args)
+    except SystemExit as ended:
+        status = ended.code
+    assert status in (1, 2) and reason in capsys.readouterr().err
 
 
 def test_ctrl_c_at_the_prompt_of_a_chat_ends_it():

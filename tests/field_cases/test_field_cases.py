@@ -26,16 +26,19 @@ CASES: dict[str, dict[str, Any]] = {
 RAW = {"http10-stream", "half-closed"}
 """Cases about connections, which tests/e2e/test_raw_requests.py sends to a real server."""
 
+AT_ONCE = 8
+"""Requests in flight: as many rows as the engine decodes in about the time of one."""
+
 ALL_SIBLINGS = [*SIBLINGS, *MORE_SIBLINGS]
 
 
 @cache
 def answers() -> dict[str, httpx.Response]:
-    """Send all cases and their siblings to one graph, one after the other."""
+    """Send all cases and their siblings to one graph, a few at a time."""
 
     async def go() -> dict[str, httpx.Response]:
         with pytest.MonkeyPatch.context() as patch:
-            graph = Graph(args(), patch)
+            graph, free = Graph(args(), patch), asyncio.Semaphore(AT_ONCE)
             await graph.start()
             try:
                 transport = httpx.ASGITransport(graph.app)
@@ -44,9 +47,13 @@ def answers() -> dict[str, httpx.Response]:
                     requests = {name: case["request"] for name, case in CASES.items() if name not in RAW}
                     for one in ALL_SIBLINGS:
                         requests[one.name] = {"method": "POST", "path": one.path, "body": {"model": model, **one.body}}
-                    return {
-                        name: await client.send(_request(client, request, model)) for name, request in requests.items()
-                    }
+
+                    async def send(request: dict[str, Any]) -> httpx.Response:
+                        async with free:
+                            return await client.send(_request(client, request, model))
+
+                    found = await asyncio.gather(*map(send, requests.values()))
+                    return dict(zip(requests, found, strict=True))
             finally:
                 await graph.close()
 

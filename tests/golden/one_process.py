@@ -31,7 +31,7 @@ def send(rows: Sequence[Row]) -> dict[str, Outcome]:
     async def go() -> dict[str, Outcome]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prompt_planner.secrets, "randbits", lambda num_bits: 7)
-            graph = Graph(args(), patch)
+            graph = Graph(args(), patch, is_warm=True)
             await graph.start()
             try:
                 return await attack(BASE_URL, rows, httpx.ASGITransport(graph.app))

@@ -27,8 +27,9 @@ from engine.config import EngineConfig
 from engine.core.batch import Drafts, RowOutput
 from engine.core.request import Request
 from engine.protocol import EngineRequest, GrammarSpec, SamplingParams, TokenLogprobs
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
 from engine.worker.sampler import Sampler
+from tests.support.cold_runner import load_cold
 from tests.support.conversations import agree
 from tests.support.demo_model import DEMO
 from tests.support.schedule_runs import NUM_SCHEDULES, check_many
@@ -221,7 +222,7 @@ def _parse(grammar: GrammarSpec, text: str) -> None:
 
 
 def _load(path: Path, kind: Kind) -> MLXRunner:
-    runner = load_runner(EngineConfig(model=str(path), **kind.config), lambda progress: None)
+    runner = load_cold(EngineConfig(model=str(path), **kind.config))
     if kind.max_waste is not None:  # a group may waste as much as the weights weigh
         runner.costs = replace(runner.costs, base_bytes=kind.max_waste)
     return runner

@@ -157,6 +157,7 @@ def check_bursts_of_the_demo_model() -> None:
     books.check()
 
 
+@pytest.mark.night("a tiny model, whose accounts are tighter: test_memory_of_bursts_never_exceeds_the_budget")
 def test_memory_of_bursts_of_the_demo_model_matches_the_budget():
     run_in_own_process(check_bursts_of_the_demo_model)
 

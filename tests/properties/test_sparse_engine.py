@@ -20,7 +20,8 @@ import pytest
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.protocol import Boundary, EngineRequest, FinishReason, InvalidRequest, SamplingParams
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
+from tests.support.cold_runner import load_cold
 from tests.support.conversations import LENGTHS, Answer, cache_config, compare_logprobs, plain_tokens
 from tests.support.demo_model import DRAFT
 from tests.support.driver import Driver
@@ -39,7 +40,7 @@ def load(tiny_model: Callable[..., Path], runner: MLXRunner, text_runner: MLXRun
     def make(name: str) -> MLXRunner:
         if name not in runners:
             config = EngineConfig(model=str(tiny_model(**KINDS[name])))
-            runners[name] = load_runner(config, lambda progress: None)
+            runners[name] = load_cold(config)
         return runners[name]
 
     return make

@@ -22,13 +22,15 @@ from engine.core.prefix_cache.snapshot_boundaries import LEAST_TOKENS
 from engine.core.request import Request
 from engine.core.spec_prefill.plan import ScoreRequest, find_anchors, make_plan
 from engine.protocol import Boundary, EngineRequest, SamplingParams
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
 from engine.worker.mtp import MTPHead
 from tests.properties import test_batch_invariants
 from tests.support import conversations
+from tests.support.cold_runner import load_cold
 from tests.support.conversations import Answer, cache_config, compare_logprobs, plain_tokens, random_traffic
 from tests.support.demo_model import DEMO, DRAFT
 from tests.support.driver import Driver, fix_prefill_costs
+from tests.support.night import some_at_night
 from tests.support.schedule_runs import NUM_SCHEDULES, check_many
 from tests.support.sparse_prompts import (
     KINDS,
@@ -44,6 +46,7 @@ from tests.support.sparse_prompts import (
 from tests.support.tasks import RETRIEVAL, prompts
 
 NUM_SPECIMENS = 40
+SMALLER = "the tiny models have the layers of the demo model, which has random traffic in the gate"
 
 GREEDY = SamplingParams(26, 0.0, logprobs=3)
 SAMPLED = SamplingParams(26, 1.0, seed=7, logprobs=3)
@@ -116,7 +119,7 @@ def models(tiny_model: Callable[..., Path], runner: MLXRunner, text_runner: MLXR
     def load(name: str) -> MLXRunner:
         if name in given:
             return given[name][0]
-        return load_runner(EngineConfig(model=str(path(name))), lambda progress: None)
+        return load_cold(EngineConfig(model=str(path(name))))
 
     bench = cache(lambda name: SparseBench(load(name), path(name)))
     return Models(load, path, bench, cache(lambda name: SharedBench(load(name), path(name))))
@@ -154,7 +157,7 @@ def with_pictures(bench: SparseBench, name: str, sampling: SamplingParams = GREE
     return EngineRequest("r", np.concatenate(ids), sampling, (), images)
 
 
-@pytest.mark.parametrize("name", [*KINDS, "demo"])
+@pytest.mark.parametrize("name", some_at_night([*KINDS, "demo"], KINDS, SMALLER))
 def test_a_plan_that_keeps_all_tokens_gives_exactly_the_dense_answer(models, name):
     """Logprobs and accepted drafts as well, without any rounding; greedy and sampled, with pictures and without."""
     runner, bench = models.runner(name), models.bench(name)
@@ -169,7 +172,7 @@ def test_a_plan_that_keeps_all_tokens_gives_exactly_the_dense_answer(models, nam
             assert answer(runner, plan, config) == dense
 
 
-@pytest.mark.parametrize("name", [*KINDS, "demo"])
+@pytest.mark.parametrize("name", some_at_night([*KINDS, "demo"], KINDS, SMALLER))
 def test_a_sparse_prompt_gets_the_models_own_answer_to_the_kept_tokens_at_their_positions(models, name):
     """Greedy, sampled and penalised (for all of the prompt), with pictures as well; drafts change nothing."""
     runner, bench, rng = models.runner(name), models.bench(name), random.Random(zlib.crc32(name.encode()))
@@ -182,7 +185,7 @@ def test_a_sparse_prompt_gets_the_models_own_answer_to_the_kept_tokens_at_their_
             bench.oracle.agrees(spec, got)
 
 
-@pytest.mark.parametrize("name", ["deep", "foreign head", "demo"])
+@pytest.mark.parametrize("name", some_at_night(["deep", "foreign head", "demo"], KINDS, SMALLER))
 def test_skipped_tokens_affect_only_the_positions_of_the_kept_ones(models, name):
     runner, spec = models.runner(name), text_of(name, 120)
     kept = [*range(20), *range(50, 70), *range(90, 120)]
@@ -214,7 +217,7 @@ def read(monkeypatch) -> list[tuple[list[int], np.ndarray, np.ndarray]]:
 
 
 @pytest.mark.parametrize("chunk", [16, 33, 2048])
-@pytest.mark.parametrize("name", ["deep", "foreign head", "demo"])
+@pytest.mark.parametrize("name", some_at_night(["deep", "foreign head", "demo"], KINDS, SMALLER))
 def test_the_head_reads_each_kept_token_with_its_successor_in_the_prompt(models, read, name, chunk):
     """Kept or not; also behind a snapshot that ends at the gap, of a prompt that goes on otherwise there."""
     runner = models.runner(name)

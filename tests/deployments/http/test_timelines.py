@@ -206,7 +206,7 @@ def test_a_request_behind_others_names_what_it_waited_for(narrow: DemoGraph):
 
 def test_a_short_prompt_behind_a_long_one_names_it(narrow: DemoGraph):
     async def test():
-        long = asyncio.ensure_future(narrow.ask("long", WORDS * 300, max_tokens=1, specprefill=False))
+        long = asyncio.ensure_future(narrow.ask("long", WORDS * 150, max_tokens=1, specprefill=False))
         await until(lambda: narrow.graph.engine.status().num_running == 1, 60.0)
         await narrow.ask("short", "Hi", max_tokens=1)
         told = await narrow.timeline("short")

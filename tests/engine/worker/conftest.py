@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from engine.config import EngineConfig
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
+from tests.support.cold_runner import load_cold
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def runner_of(tiny_model: Callable[..., Path], request: pytest.FixtureRequest) -
         if name not in loaded:
             compiles = {"compile": "on"} if name == "compiled" else {}
             model = str(tiny_model(**request.module.MODELS[name]))
-            loaded[name] = load_runner(EngineConfig.model_validate({"model": model, **compiles}), lambda progress: None)
+            loaded[name] = load_cold(EngineConfig.model_validate({"model": model, **compiles}))
         return loaded[name]
 
     return make

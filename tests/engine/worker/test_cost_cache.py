@@ -98,12 +98,14 @@ def test_the_key_depends_on_the_model_its_settings_and_the_code(monkeypatch: pyt
     assert costs_key("model", 3, False) != key
 
 
-def test_a_second_start_of_a_model_reuses_the_measured_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_second_start_of_a_model_reuses_the_measured_costs(
+    tiny_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    measured = []
+    config, measured = EngineConfig(model=str(tiny_model())), []
     original = memory_costs.measure
     monkeypatch.setattr(memory_costs, "measure", lambda *args: measured.append(original(*args)) or measured[-1])
-    runners = [model_runner.load_runner(EngineConfig(), lambda progress: None) for _ in range(2)]
+    runners = [model_runner.load_runner(config, lambda progress: None) for _ in range(2)]
     assert len(measured) == 1
     first, second = (asdict(runner.costs) for runner in runners)
     assert {**first, "base_bytes": 0} == {**second, "base_bytes": 0}

@@ -17,8 +17,9 @@ from engine.core.request import Request
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.worker import kv_cache
 from engine.worker.language_model import LanguageModel
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
 from engine.worker.mtp import PendingHiddenStates
+from tests.support.cold_runner import load_cold
 from tests.support.demo_model import DRAFT
 
 VOCAB = 512
@@ -52,7 +53,7 @@ def tokens(runner: MLXRunner, rows: Sequence[Request], num_drafts: Callable[[int
 @pytest.fixture(scope="module")
 def tiny(tiny_model: Callable[..., Path]) -> MLXRunner:
     """Never closed: that would take the main thread's streams from the tests that follow."""
-    return load_runner(EngineConfig(model=str(tiny_model(agree=0.3, layers=4, interval=2))), lambda progress: None)
+    return load_cold(EngineConfig(model=str(tiny_model(agree=0.3, layers=4, interval=2))))
 
 
 @pytest.mark.parametrize("rectangles", [(0, 1, 0, 0), (0, 1, 2, 3), (5, 5, 5, 5)])
@@ -138,7 +139,7 @@ def test_a_compiled_forward_gives_the_same_tokens(tiny: MLXRunner):
 
 def test_a_model_that_cannot_be_compiled_is_refused_where_compiling_is_configured():
     with pytest.raises(EngineFailed, match="compile is on, but"):
-        load_runner(EngineConfig(model=str(DRAFT), compile="on"), lambda progress: None)
+        load_cold(EngineConfig(model=str(DRAFT), compile="on"))
 
 
 def test_the_head_catches_up_after_any_number_of_plain_steps(tiny: MLXRunner, monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,8 @@ from engine.config import EngineConfig
 from engine.core.batch import PLAIN, Drafts
 from engine.core.request import Request
 from engine.protocol import EngineRequest, SamplingParams
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
+from tests.support.cold_runner import load_cold
 
 VOCAB = 512
 MODELS: dict[str, dict[str, Any]] = {
@@ -43,7 +44,7 @@ def runner_of(tiny_model: Callable[..., Path]) -> Callable[[str], MLXRunner]:
     def of(name: str) -> MLXRunner:
         if name not in runners:
             config = EngineConfig(model=str(tiny_model(**MODELS[name])))
-            runners[name] = load_runner(config, lambda progress: None)
+            runners[name] = load_cold(config)
         return runners[name]
 
     return of

@@ -19,8 +19,9 @@ from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.worker.draft_model import DraftModel
 from engine.worker.loader import open_model
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
 from engine.worker.spec_prefill.draft import draft_engine_config, load_draft
+from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver, fix_prefill_costs
 from tests.support.families import FAMILIES
 from tests.support.families.family import VOCAB_SIZE
@@ -69,7 +70,7 @@ def runner_of(paths: dict[str, Path]) -> Callable[[str], MLXRunner]:
     @cache
     def of(draft: str) -> MLXRunner:
         config = with_draft(str(paths[draft]), model=str(paths["target"]))
-        return load_runner(EngineConfig.model_validate(config), lambda progress: None)
+        return load_cold(EngineConfig.model_validate(config))
 
     return of
 
@@ -122,7 +123,7 @@ def test_tokens_without_an_embedding_in_the_draft_model_are_read_as_its_last_one
 
 def test_draft_model_of_a_hybrid_with_a_head_of_its_own_changes_no_token():
     config = EngineConfig.model_validate(with_draft("demo", dtype="float32", **NO_CACHE))
-    runner, (request, *_) = load_runner(config, lambda progress: None), requests()
+    runner, (request, *_) = load_cold(config), requests()
     driver = Driver(runner, config)
     assert driver.run({0: [request]})[request.request_id] == alone(runner, request)
     assert driver.core.speculation_status["draft_model"]["num_accepted"] > 0
@@ -132,7 +133,7 @@ def test_draft_model_of_a_hybrid_with_a_head_of_its_own_changes_no_token():
 def test_draft_model_changes_no_token_of_a_target_of_mamba2_layers(paths, sampling, tmp_path):
     target = plain_checkpoint(tmp_path / "target", "mamba2")
     config = EngineConfig.model_validate(with_draft(str(paths["target"]), model=str(target), **NO_CACHE))
-    runner = load_runner(config, lambda progress: None)
+    runner = load_cold(config)
     driver, (first, *others) = Driver(runner, config), requests(**sampling)
     tokens = driver.run({0: [first], 4: others})
     assert tokens == {request.request_id: alone(runner, request) for request in requests(**sampling)}
@@ -147,7 +148,7 @@ def test_draft_model_changes_no_token_of_a_target_of_mamba2_layers(paths, sampli
 def test_family_that_cannot_draft_is_refused_with_the_reason(tmp_path, family, reason):
     path = plain_checkpoint(tmp_path / "draft", family)
     with pytest.raises(EngineFailed, match=reason):
-        load_runner(EngineConfig.model_validate(with_draft(str(path), model=str(DEMO_MODEL))), lambda progress: None)
+        load_cold(EngineConfig.model_validate(with_draft(str(path), model=str(DEMO_MODEL))))
 
 
 def test_draft_model_for_a_family_that_cannot_take_drafts_back_is_refused_before_weights_are_read(tmp_path):
@@ -168,7 +169,7 @@ def test_draft_model_with_another_tokenizer_is_refused(tmp_path):
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(EngineFailed, match="has another tokenizer than the model"):
-        load_runner(EngineConfig.model_validate(with_draft(str(path))), lambda progress: None)
+        load_cold(EngineConfig.model_validate(with_draft(str(path))))
 
 
 def test_draft_model_is_opened_as_a_model_is(tmp_path, paths, caplog):
@@ -178,7 +179,7 @@ def test_draft_model_is_opened_as_a_model_is(tmp_path, paths, caplog):
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
     (draft / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
     settings = EngineConfig.model_validate(with_draft(str(draft), model=str(paths["target"])))
-    runner, batch = load_runner(settings, lambda progress: None), requests()
+    runner, batch = load_cold(settings), requests()
     driver = Driver(runner, EngineConfig.model_validate(with_draft(str(draft), **NO_CACHE)))
     driver.run({0: batch})
     status = driver.core.speculation_status["draft_model"]
@@ -189,7 +190,7 @@ def test_draft_model_is_opened_as_a_model_is(tmp_path, paths, caplog):
 def test_draft_model_beside_fixed_limits_of_the_head_is_refused():
     config = with_draft("demo", mtp={"max_draft_tokens": 2})
     with pytest.raises(EngineFailed, match="only one of them can draft"):
-        load_runner(EngineConfig.model_validate(config), lambda progress: None)
+        load_cold(EngineConfig.model_validate(config))
 
 
 def test_fields_of_a_draft_models_config_are_checked_as_those_of_a_model(tmp_path, paths):
@@ -198,7 +199,7 @@ def test_fields_of_a_draft_models_config_are_checked_as_those_of_a_model(tmp_pat
     (draft / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
     reason = r"config.json has hidden_act 'gelu', but the library's module of the family llama does not read it"
     with pytest.raises(EngineFailed, match=rf"draft_model .*{reason}"):
-        load_runner(EngineConfig.model_validate(with_draft(str(draft))), lambda progress: None)
+        load_cold(EngineConfig.model_validate(with_draft(str(draft))))
     scoring = draft_engine_config(SpecPrefillConfig(draft_model=str(draft)), "cpu")
     with pytest.raises(EngineFailed, match=reason):
         load_draft(scoring)

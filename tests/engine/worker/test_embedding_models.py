@@ -17,8 +17,8 @@ from engine.processing.pooling import choose_pooling
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.worker import loader
 from engine.worker.model_report import report
-from engine.worker.model_runner import load_runner
 from engine.worker.patches.bare_names import bare_names
+from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver
 from tests.support.embedding_models import make_embedding_model
 from tests.support.families import FAMILIES
@@ -56,7 +56,7 @@ def test_embeddings_are_the_librarys_states_pooled_as_sentence_transformers_does
     pooling = choose_pooling(EmbeddingConfig(), path)
     texts = {f"e{n}": prompt(n, seed=n) for n in LENGTHS}
     expected = {name: pooled(library_states(path, ids), mode) for name, ids in texts.items()}
-    runner = load_runner(config_of(path), lambda progress: None)
+    runner = load_cold(config_of(path))
     requests = [
         EngineRequest(name, np.array(ids, np.int32), SamplingParams(1), (), pooling=pooling)
         for name, ids in texts.items()

@@ -1,11 +1,13 @@
 """The engine on a tiny checkpoint of every model family: what mlx_vlm gives without any state is what it must give.
 
+The gate has the families that call different code of engine/worker (support/family_calls.py), and those that are new.
 ORCHARD_FAMILIES=mamba2,lfm2 runs only these.
 """
 
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import engine.worker  # noqa: F401  # before MLX
@@ -21,8 +23,10 @@ from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest, Progress, SamplingParams
 from engine.worker import prefill
 from engine.worker.model_runner import MLXRunner, load_runner
+from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver, fix_prefill_costs
 from tests.support.families import FAMILIES
+from tests.support.family_calls import in_gate, recorded
 from tests.support.night import some_at_night
 from tests.support.sparse_prompts import with_plan
 from tests.support.zoo import NUM_TOKENS, Turn, conversation, load, make
@@ -35,14 +39,12 @@ CHOSEN = tuple(_chosen.split(",")) if _chosen else tuple(FAMILIES)
 LAYOUTS = {FAMILIES[name].layout: name for name in reversed(CHOSEN)}
 """Layout -> the first family that has it."""
 
-TEXT_ALONE = {name for name in CHOSEN if not {"text_config", "vision_config"} & FAMILIES[name].config.keys()}
-
 every_family = pytest.mark.parametrize(
     "served",
     some_at_night(
         CHOSEN,
-        TEXT_ALONE | set(LAYOUTS.values()),
-        "language models of vision models, of layouts that the gate runs in another family",
+        in_gate(CHOSEN, recorded()),
+        "families of the gate with the same kinds of caches call each function of ours that serves this one",
     ),
     indirect=True,
     scope="module",
@@ -82,12 +84,27 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Runners are never closed: that would take the main thread's streams from the tests that follow.
 
     Quantized weights stay quantized, as on a GPU; test_expanded_weights.py expands them.
+
+    The gate warms up one family of each layout, the night all.
     """
-    path = make(tmp_path_factory.mktemp("zoo") / "model", FAMILIES[request.param])
-    turns = conversation(load(path))
+    path, turns = made(tmp_path_factory.mktemp("zoo") / "model", request.param)
+    is_warm = request.config.option.night or request.param in LAYOUTS.values()
+    return Served(load_runner(config_of(path), lambda progress: None) if is_warm else cold(path), turns)
+
+
+def made(path: Path, name: str) -> tuple[Path, dict[str, Turn]]:
+    """Write a family's checkpoint; return its directory, and the conversation that it must have."""
+    make(path, FAMILIES[name])
+    return path, conversation(load(path))
+
+
+def config_of(path: Path) -> EngineConfig:
     limits = {"max_context_tokens": 192, "max_running": 4}  # so that the warm-up times only small chunks and batches
-    config = EngineConfig.model_validate({"model": str(path), "expand_quantized_weights": "off", **limits})
-    return Served(load_runner(config, lambda progress: None), turns)
+    return EngineConfig.model_validate({"model": str(path), "expand_quantized_weights": "off", **limits})
+
+
+def cold(path: Path) -> MLXRunner:
+    return load_cold(config_of(path))
 
 
 @one_family_of_each_layout
@@ -228,6 +245,14 @@ def test_second_turn_gets_the_same_tokens_from_the_prefix_cache(served):
     num_cached = driver.chunks["second"][0].num_cached
     assert (num_cached > 0) == (served.runner.no_snapshots is None)
     assert num_cached < len(served.turns["second"].token_ids)
+
+
+OF_EVERY_FAMILY = (
+    test_request_in_a_batch_gets_the_same_tokens_as_alone,
+    test_prompt_that_begins_beside_the_rest_of_another_gets_the_same_tokens_as_alone,
+    test_second_turn_gets_the_same_tokens_from_the_prefix_cache,
+)
+"""The tests with all families; support/family_calls.py traces them."""
 
 
 @one_family_of_each_layout

@@ -14,10 +14,12 @@ from engine.placement import PrefixHolder
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.snapshot_store.exchange import Sharing, SnapshotExchange
 from engine.snapshot_store.files import SnapshotFiles
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
 from tests.engine.snapshot_store.peers import Relay, cut_at, flip_at
+from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver, fix_prefill_costs
 from tests.support.families import FAMILIES
+from tests.support.night import some_at_night
 from tests.support.tiny import Tiny, build
 from tests.support.zoo import make
 
@@ -42,13 +44,16 @@ class Node(Driver):
         self.core.prefix.store.reset()
 
 
-@pytest.fixture(scope="module", params=["llama", "hybrid", "deepseek_v3", "llama4", "qwen4_exp", "deepseek_v4"])
+FAMILIES_OF_LAYERS = ["llama", "hybrid", "deepseek_v3", "llama4", "qwen4_exp", "deepseek_v4"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES_OF_LAYERS)
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MLXRunner:
     """Never closed: that would take the main thread's streams from the tests that follow."""
     path = tmp_path_factory.mktemp("model") / request.param
     made = build(path, Tiny(layers=4, interval=2)) if request.param == "hybrid" else make(path, FAMILIES[request.param])
     config = EngineConfig(model=str(made), dtype="float32")
-    return load_runner(config, lambda progress: None)
+    return load_cold(config)
 
 
 @pytest.fixture
@@ -101,6 +106,12 @@ def test_tokens_after_a_fetched_prefix_equal_those_after_a_computed_one(runner, 
     assert (here.exchange.status().failures, here.exchange.status().num_fetched) == ({}, 3)
 
 
+@pytest.mark.parametrize(
+    "runner",
+    some_at_night(FAMILIES_OF_LAYERS, ["llama", "hybrid"], "what is damaged is found before any layer reads it"),
+    indirect=True,
+    scope="module",
+)
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.95])
 @pytest.mark.parametrize("damage", [cut_at, flip_at])
 def test_tokens_after_a_damaged_or_incomplete_transfer_equal_those_after_a_computed_prefix(runner, node, damage, share):

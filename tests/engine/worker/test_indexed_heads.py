@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.worker import loader
 from engine.worker.decode import DecodeGroup
-from engine.worker.model_runner import load_runner
+from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver, fix_prefill_costs
 from tests.support.families import FAMILIES
 from tests.support.heads import _drawn, write_head, write_published_hy_v4
@@ -67,7 +67,7 @@ def test_drafts_are_those_of_the_librarys_head_through_bursts_joins_rejections_a
     path = make(tmp_path / "model", FAMILIES[family])
     target = load(path)
     turns = conversation(target)
-    runner = load_runner(EngineConfig(model=str(path), mtp_head=str(write_head(path))), lambda progress: None)
+    runner = load_cold(EngineConfig(model=str(path), mtp_head=str(write_head(path))))
     head = MODULES[family](FAMILIES[family].config)
     served: Any = runner._model.mtp_head
     head.load_weights(list(loader.weights_of(served)))
@@ -181,4 +181,4 @@ def test_exact_verification_is_refused_as_the_families_have_no_verifier_that_the
     path = make(tmp_path / "model", FAMILIES[family])
     head_dir = write_head(path)
     with pytest.raises(EngineFailed, match=f"models of the family {family} have no exact verifier"):
-        load_runner(EngineConfig(model=str(path), mtp_head=str(head_dir), mtp_exact="on"), lambda progress: None)
+        load_cold(EngineConfig(model=str(path), mtp_head=str(head_dir), mtp_exact="on"))

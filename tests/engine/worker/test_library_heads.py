@@ -20,9 +20,10 @@ from engine.core.request import Request
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.worker import loader, mtp_loader
 from engine.worker.decode import DecodeGroup
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
 from engine.worker.snapshot import StateSnapshot, export, import_arrays
 from engine.worker.window_layer import RING_MARGIN
+from tests.support.cold_runner import load_cold
 from tests.support.families import FAMILIES
 from tests.support.heads import write_head
 from tests.support.zoo import empty_cache, load, make, prompt
@@ -91,7 +92,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path = make(tmp_path_factory.mktemp("heads") / "model", FAMILIES[request.param])
     head_dir = write_head(path)
     config = EngineConfig(model=str(path), mtp_head=str(head_dir))
-    return Served(load_runner(config, lambda progress: None), LibraryHead(request.param, path, head_dir))
+    return Served(load_cold(config), LibraryHead(request.param, path, head_dir))
 
 
 class Recorded:

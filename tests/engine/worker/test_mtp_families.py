@@ -25,6 +25,7 @@ from engine.worker import loader, mtp_loader
 from engine.worker.decode import DecodeGroup
 from engine.worker.heads.qwen import QWEN_FORMATS
 from engine.worker.model_runner import MLXRunner, load_runner
+from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver
 from tests.support.families import FAMILIES
 from tests.support.heads import as_raw_head, put_into_checkpoint, write_eagle3, write_head
@@ -46,7 +47,7 @@ class Served:
 
 
 def open_runner(path: Path, head_dir: Path) -> MLXRunner:
-    return load_runner(EngineConfig(model=str(path), mtp_head=str(head_dir)), lambda progress: None)
+    return load_cold(EngineConfig(model=str(path), mtp_head=str(head_dir)))
 
 
 HEADS: dict[str, tuple[str, Callable[[Path], Path]]] = {

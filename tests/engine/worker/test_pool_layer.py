@@ -20,11 +20,11 @@ from engine.worker.burst import BurstPrefill
 from engine.worker.kv_cache import BatchCache, SequenceCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.memory_costs import _exact
-from engine.worker.model_runner import load_runner
 from engine.worker.patches import deepseek_v4_pools, glm5_next_rows
 from engine.worker.pool_layer import BatchPoolLayer, PooledCache
 from engine.worker.prefill import PromptState
 from engine.worker.snapshot import StateSnapshot, export, import_arrays, restore, take
+from tests.support.cold_runner import load_cold
 from tests.support.families import FAMILIES
 from tests.support.zoo import empty_cache, load, make, prompt
 
@@ -218,7 +218,7 @@ def test_a_row_goes_on_from_snapshots_that_another_node_sent(lm, token_ids, expe
 def test_a_decoding_row_returns_the_entries_that_it_took_over_bit_for_bit(tmp_path, how):
     path = make(tmp_path / "model", FAMILIES["deepseek_v4"])
     limits = {"max_context_tokens": 320, "max_running": 2}
-    runner = load_runner(EngineConfig.model_validate({"model": str(path), **limits}), lambda progress: None)
+    runner = load_cold(EngineConfig.model_validate({"model": str(path), **limits}))
 
     def row(name: str) -> Request:
         return Request(EngineRequest(name, np.array(prompt(260), np.int32), SamplingParams(40, temperature=0.0), ()))

@@ -13,8 +13,9 @@ from engine.config import EngineConfig
 from engine.core.batch import PromptChunk
 from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest, SamplingParams
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
 from engine.worker.snapshot import StateSnapshot
+from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver, fix_prefill_costs
 from tests.support.families import FAMILIES
 from tests.support.zoo import make
@@ -29,7 +30,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     family = replace(llama, config=llama.config | heads)
     path = make(tmp_path_factory.mktemp("zoo") / "model", family)
     config = {"model": str(path), "max_context_tokens": 192, "max_running": 4, "kv_cache": {"bits": request.param}}
-    return load_runner(EngineConfig.model_validate(config), lambda progress: None)
+    return load_cold(EngineConfig.model_validate(config))
 
 
 def row_of(name: str, seed: int) -> Request:

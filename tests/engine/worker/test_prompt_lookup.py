@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 import engine.worker  # noqa: F401  # before MLX
 from engine.config import EngineConfig
 from engine.protocol import EngineRequest, SamplingParams
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
 from engine.worker.prompt_lookup import MAX_CANDIDATES, MAX_MATCH, MIN_MATCH, TokenHistory
+from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver
 
 LOOKUP = {"mtp": "off", "prompt_lookup": {"max_draft_tokens": 4, "max_rows": 64}}
@@ -91,7 +92,7 @@ def runner_of(tiny_model: Callable[..., Path]) -> Callable[[str], MLXRunner]:
 
     @cache
     def of(name: str) -> MLXRunner:
-        return load_runner(EngineConfig(model=str(tiny_model(**MODELS[name]))), lambda progress: None)
+        return load_cold(EngineConfig(model=str(tiny_model(**MODELS[name]))))
 
     return of
 

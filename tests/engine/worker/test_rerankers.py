@@ -17,7 +17,7 @@ from engine.core.request_check import check_request
 from engine.protocol import EngineFailed, EngineRequest, FinishReason, InvalidRequest, SamplingParams
 from engine.worker import loader
 from engine.worker.model_report import report
-from engine.worker.model_runner import load_runner
+from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver
 from tests.support.fake_runner import FakeRunner
 from tests.support.rerankers import NO, YES, describe_reranker, library_log_odds, make_reranker
@@ -65,7 +65,7 @@ def test_scores_are_the_librarys_alone_in_chunks_in_any_order_and_while_a_row_de
     texts = {f"d{n}": prompt(n, seed=n) for n in LENGTHS}
     expected = {name: library_log_odds(path, ids) for name, ids in texts.items()}
     assert len({round(value, 3) for value in expected.values()}) == len(LENGTHS)
-    runner = load_runner(config_of(path, expand_quantized_weights="off"), lambda progress: None)
+    runner = load_cold(config_of(path, expand_quantized_weights="off"))
     requests = [scored(name, ids) for name, ids in texts.items()]
     alone_story = Driver(runner).run({0: [story()]})["story"]
     small = EngineConfig(prefill_chunk_tokens=32, prefill_chunk_tokens_busy=16)
@@ -81,7 +81,7 @@ def test_scores_are_the_librarys_alone_in_chunks_in_any_order_and_while_a_row_de
 
 def test_scores_of_low_precision_weights_are_finer_than_logits_of_low_precision(tmp_path):
     path = make_reranker(tmp_path / "model", "qwen3")
-    runner = load_runner(config_of(path, dtype="bfloat16"), lambda progress: None)
+    runner = load_cold(config_of(path, dtype="bfloat16"))
     driver = Driver(runner)
     driver.run({0: [scored("d", prompt(30))]})
     logits = runner._language_model.logits(mx.zeros((1, 1, runner._language_model.args.hidden_size), mx.bfloat16))
@@ -105,7 +105,7 @@ def test_tokens_that_cannot_be_scored_are_refused_by_field():
 def test_a_model_that_changes_its_logits_behind_the_output_layer_is_refused_at_the_start(tmp_path, family, changes):
     path = make_reranker(tmp_path / "model", family, **changes)
     with pytest.raises(EngineFailed, match=r"reranker in .* cannot be served: it changes the logits behind"):
-        load_runner(config_of(path), lambda progress: None)
+        load_cold(config_of(path))
 
 
 def test_the_report_and_the_terminal_say_that_the_checkpoint_is_for_scores_alone(tmp_path):

@@ -17,7 +17,8 @@ import pytest
 import engine.worker  # noqa: F401  # before MLX
 from engine.config import EngineConfig
 from engine.protocol import EngineRequest, FinishReason, Progress, SamplingParams
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
+from tests.support.cold_runner import load_cold
 from tests.support.conversations import DRAFTS, SharedSpecimens
 from tests.support.driver import Driver
 from tests.support.moves import NO_CACHE, PLAIN, Moves
@@ -51,7 +52,7 @@ def moves_of(tiny_model: Callable[..., Path]) -> Callable[..., Moves]:
     @cache
     def runner(name: str, kv_bits: int) -> MLXRunner:
         config = {"model": str(tiny_model(**MODELS[name])), "kv_cache": {"bits": kv_bits}, "max_running": 8}
-        return load_runner(EngineConfig.model_validate(config), lambda progress: None)
+        return load_cold(EngineConfig.model_validate(config))
 
     @cache
     def make(name: str, kind: type[Specimens] = Specimens, kv_bits: int = 16) -> Moves:

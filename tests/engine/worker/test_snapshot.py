@@ -13,8 +13,9 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
 from engine.worker.snapshot import StateSnapshot, unsupported_reason
+from tests.support.cold_runner import load_cold
 
 STORY = "Tell me a story about a red circle and a blue square that meet at the market and count their apples."
 
@@ -27,7 +28,7 @@ def request_(make_request) -> EngineRequest:
 @pytest.fixture(scope="module")
 def half(tiny_model) -> MLXRunner:
     path = tiny_model(dtype="bfloat16")
-    return load_runner(EngineConfig(model=str(path), dtype="bfloat16"), lambda progress: None)
+    return load_cold(EngineConfig(model=str(path), dtype="bfloat16"))
 
 
 def taken(runner: MLXRunner, request: EngineRequest, *lengths: int) -> list[StateSnapshot]:

@@ -17,10 +17,11 @@ from engine.core.request import Request
 from engine.processing.images import ImagePreprocessor
 from engine.protocol import ImagePatches
 from engine.worker import loader
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
 from engine.worker.vision import VisionEncoder
 from engine.worker.vision_tower import filled_frames
 from engine.worker.vision_towers import make_tower
+from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver
 
 
@@ -73,7 +74,7 @@ def test_an_image_that_has_been_encoded_in_pieces_is_kept(vision, picture):
 def tiny(tiny_model: Callable[..., Path]) -> MLXRunner:
     """Keeps no features. Never closed: that would take the main thread's streams from the tests that follow."""
     path = tiny_model(layers=2, interval=2, hidden=32, heads=2, kv_heads=1, agree=0.3)
-    return load_runner(EngineConfig(model=str(path), vision_cache_mb=0), lambda progress: None)
+    return load_cold(EngineConfig(model=str(path), vision_cache_mb=0))
 
 
 def test_the_next_image_of_a_prompt_is_reported_with_its_remaining_blocks(runner, make_request, picture):

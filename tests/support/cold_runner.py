@@ -1,0 +1,27 @@
+"""Loads runners without timing and measuring, for tests of many models that need neither."""
+
+import numpy as np
+
+from engine.config import EngineConfig
+from engine.core.request import Request
+from engine.protocol import EngineRequest, SamplingParams
+from engine.worker import loader, memory
+from engine.worker.model_runner import MLXRunner
+
+NUM_TOKENS = 16
+"""Tokens of the prompt from which the runner learns the slots of its caches."""
+
+
+def load_cold(config: EngineConfig) -> MLXRunner:
+    """Load a model as `load_runner` does, but time nothing and measure no costs: those of the runner are zero."""
+    loader.use_device(config.device)
+    runner = MLXRunner(loader.load(config, lambda progress: None), config)
+    memory.set_limits(config)
+    if runner.no_snapshots is None:
+        row = Request(EngineRequest("cold", np.zeros(NUM_TOKENS, np.int32), SamplingParams(1), ()))
+        runner.prefill([row], NUM_TOKENS // 2)
+        runner._a_snapshot = runner.snapshot([row])
+        assert runner._a_snapshot is not None
+        runner._prefill.learn_slots(runner._a_snapshot)
+        runner.drop([row.id])
+    return runner
