@@ -460,8 +460,6 @@ class AsyncEngine:
     def _make_core(self) -> EngineCore:
         runner, disk = self._make_runner(self.config, self._set_progress), self.config.prefix_cache.disk
         try:
-            if disk is not None and runner.no_snapshots is not None:
-                raise EngineFailed(f"prefix_cache.disk has no effect with this model: {runner.no_snapshots}")
             files = SnapshotFiles(disk, runner.fingerprint) if disk is not None else None
             if files is not None and self._sharing is not None:
                 port = self.config.prefix_cache.fetch_port

@@ -150,8 +150,6 @@ class ModelRunner(Protocol):
     capabilities: dict[str, Any]
     image_token_id: int | None
     """The placeholder of images in prompts; None for a text model."""
-    no_snapshots: str | None
-    """Why this model's prompts cannot be cached, None if they can."""
     snapshots_prefixes: bool
     """Whether `snapshot` can return the state after fewer tokens of a prompt than are computed."""
     no_sparse: str | None

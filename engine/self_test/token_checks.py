@@ -110,7 +110,6 @@ def prompt_lookup(bench: Bench) -> Outcome:
 
 def snapshot_in_memory(bench: Bench) -> Outcome:
     """Continue a conversation from the prefix cache, against computing all of it."""
-    _require_snapshots(bench)
     run = bench.core_run(prefix_cache=CACHING)
     second = bench.second_turn(run.run({0: [bench.first_turn]})["first turn"])
     return _hit("snapshot hit = miss, memory", bench, second, run.run({0: [second]})["second turn"])
@@ -118,7 +117,6 @@ def snapshot_in_memory(bench: Bench) -> Outcome:
 
 def snapshot_on_disk(bench: Bench) -> Outcome:
     """Continue a conversation from files that another engine has written, against computing all of it."""
-    _require_snapshots(bench)
     with tempfile.TemporaryDirectory(prefix="orchard-self-test-") as directory:
         caching = CACHING | {"disk": {"path": directory, "max_gb": DISK_GB}}
         config = changed(bench.config, mtp="off", prompt_lookup="off", prefix_cache=caching)
@@ -135,11 +133,6 @@ def snapshot_on_disk(bench: Bench) -> Outcome:
 def _with_files(config: Any, bench: Bench) -> CoreRun:
     disk = config.prefix_cache.disk
     return CoreRun(config, bench.runner, SnapshotFiles(disk, bench.runner.fingerprint))
-
-
-def _require_snapshots(bench: Bench) -> None:
-    if bench.runner.no_snapshots is not None:
-        raise NotApplicable(f"no prefix cache: {bench.runner.no_snapshots}")
 
 
 def _hit(name: str, bench: Bench, second: EngineRequest, answer: Answer) -> Outcome:

@@ -124,7 +124,6 @@ class MLXRunner:
         self.no_drafts: Mapping[Proposer, str]
         self.drafts, self.no_drafts = drafts_offered(config, self._head, model.mtp_status, self._language_model)
         self.image_token_id = self._prefill.image_token_id
-        self.no_snapshots = paths.snapshots
         self.snapshots_prefixes = paths.prefix_snapshots is None and self._head is None
         self.no_sparse = paths.sparse_prefill
         self.no_pooling = self._language_model.states_unsupported_reason()

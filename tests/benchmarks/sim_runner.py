@@ -228,7 +228,6 @@ class ClockRunner:
     max_context_tokens = 262_144
     vocab_size = VOCAB_SIZE
     image_token_id: int | None = None
-    no_snapshots: str | None = None
     snapshots_prefixes = False
     no_sparse: str | None = "no sparse plans in the simulation"
     no_pooling: str | None = "no embeddings in the simulation"

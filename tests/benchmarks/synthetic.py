@@ -90,7 +90,8 @@ class SyntheticReplica(_Replica):
             self._runner = make_paced_runner(config, progress)
             return self._runner
 
-        self._engine = AsyncEngine(config, make_runner)
+        cacheless = config.prefix_cache.model_copy(update={"enabled": False})
+        self._engine = AsyncEngine(config.model_copy(update={"prefix_cache": cacheless}), make_runner)
         await self._engine.wait_ready()
 
     async def set_spread(self, spread: bool) -> None:

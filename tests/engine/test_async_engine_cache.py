@@ -135,13 +135,14 @@ def test_disk_and_pins_without_a_cache_are_refused():
         EngineConfig.model_validate(pins("You sell fruit.", enabled=False, disk={"path": "/tmp/x"}))
 
 
-def test_a_disk_for_a_model_that_cannot_be_cached_ends_the_start(tmp_path: Path):
+def test_a_disk_that_cannot_be_used_ends_the_start_and_closes_the_runner(tmp_path: Path):
+    (tmp_path / "file").touch()
+
     async def main() -> None:
         runner = FakeRunner()
-        runner.no_snapshots = "layer 3 cannot"
-        config = EngineConfig.model_validate({"prefix_cache": {"disk": {"path": str(tmp_path)}}})
+        config = EngineConfig.model_validate({"prefix_cache": {"disk": {"path": str(tmp_path / "file")}}})
         engine = AsyncEngine(config, lambda config, progress: runner)
-        with pytest.raises(EngineFailed, match="no effect with this model: layer 3 cannot"):
+        with pytest.raises(EngineFailed, match="file"):
             await engine.wait_ready()
         assert runner.closed
         await engine.shutdown()

@@ -226,8 +226,7 @@ def test_second_turn_gets_the_same_tokens_from_the_prefix_cache(served):
     for turn in ("first", "second"):
         served.check(driver, turn)
     num_cached = driver.chunks["second"][0].num_cached
-    assert (num_cached > 0) == (served.runner.no_snapshots is None)
-    assert num_cached < len(served.turns["second"].token_ids)
+    assert 0 < num_cached < len(served.turns["second"].token_ids)
 
 
 @one_family_of_each_layout
