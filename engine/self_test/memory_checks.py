@@ -67,8 +67,8 @@ def snapshots(bench: Bench) -> Outcome:
     run = bench.core_run(prefix_cache=CACHING)
     long = replace(bench.questions[-1], boundaries=bench.first_turn.boundaries)
     run.run({0: [bench.first_turn, long]})
-    predicted, before = run.core.prefix.store.num_bytes, device_facts.held_bytes()
-    run.core.prefix.clear()
+    predicted, before = run.core.prefixes.store.num_bytes, device_facts.held_bytes()
+    run.core.prefixes.clear()
     return _compared("prefix cache", predicted, before - device_facts.held_bytes())
 
 

@@ -122,12 +122,12 @@ def snapshot_on_disk(bench: Bench) -> Outcome:
         config = changed(bench.config, mtp="off", prompt_lookup="off", prefix_cache=caching)
         writer = _with_files(config, bench)
         second = bench.second_turn(writer.run({0: [bench.first_turn]})["first turn"])
-        writer.core.prefix.close(DISK_CLOSE_S)
+        writer.core.prefixes.close(DISK_CLOSE_S)
         reader = _with_files(config, bench)
         try:
             return _hit("snapshot hit = miss, disk", bench, second, reader.run({0: [second]})["second turn"])
         finally:
-            reader.core.prefix.close(DISK_CLOSE_S)
+            reader.core.prefixes.close(DISK_CLOSE_S)
 
 
 def _with_files(config: Any, bench: Bench) -> CoreRun:

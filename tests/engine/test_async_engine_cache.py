@@ -52,7 +52,7 @@ def test_the_status_and_clearing_are_answered_between_steps():
 def test_a_failed_status_query_does_not_harm_the_engine(monkeypatch):
     async def test(engine: AsyncEngine) -> None:
         assert engine._thread.worker is not None
-        monkeypatch.setattr(engine._thread.worker.prefix, "status", lambda: 1 / 0)
+        monkeypatch.setattr(engine._thread.worker.prefixes, "status", lambda: 1 / 0)
         with pytest.raises(EngineFailed, match="ZeroDivisionError"):
             await engine.cache_status()
         assert await ask(engine, request("a"), request("b")) == [0, 50]

@@ -184,8 +184,8 @@ def test_memory_with_cached_prefixes_and_aborted_rows_never_exceeds_the_budget(d
     ]
     books.run(made, aborted=("r1", "r6"))
     assert books.least_margin >= 1 - HEADROOM_SHARE and books.budget.reserved_bytes == 0
-    assert books.core.prefix.store.num_bytes > 0 and books.core.stats.num_cached_tokens > 0
-    books.core.prefix.store.reset()
+    assert books.core.prefixes.store.num_bytes > 0 and books.core.stats.num_cached_tokens > 0
+    books.core.prefixes.store.reset()
 
 
 def test_a_tight_memory_limit_delays_tokens_but_does_not_change_them(wide: MLXRunner):

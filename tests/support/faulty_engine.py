@@ -401,7 +401,7 @@ def without_traceback(record: logging.LogRecord) -> bool:
 def _state(core: EngineCore) -> State:
     gc.collect()
     mx.synchronize()
-    memory, cache = core.runner.memory(), core.prefix.store
+    memory, cache = core.runner.memory(), core.prefixes.store
     return State(
         core.has_work,
         mx.get_active_memory(),
