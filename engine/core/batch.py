@@ -75,7 +75,7 @@ class PrefillOutput:
     """The result of a chunk."""
 
     num_tokens: int
-    """Computed prompt tokens; 0 if an image was encoded instead."""
+    """Computed prompt tokens."""
     first: Mapping[str, RowOutput] | None = None
     """Row id -> first token of every choice, once the prompt is complete and its rows have joined; None before."""
 
@@ -207,8 +207,7 @@ class ModelRunner(Protocol):
         """Compute at most the next `max_tokens` tokens of the prompt that `rows` share.
 
         With its last token the rows join the decode batch, in the group `row.decode_group`; a row with `pooling` gets
-        its embedding instead and does not join. As long as `next_image` returns an image, the rest of that image is
-        encoded instead.
+        its embedding instead and does not join. `next_image` must have returned None, if the prompt has images.
         """
         ...
 

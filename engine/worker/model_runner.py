@@ -329,9 +329,6 @@ class MLXRunner:
         prompt = self._prompt_of(rows)
         if prompt.pooled is not None:
             return self._pool(rows[0], prompt, prompt.pooled, max_tokens)
-        if (image := self._prefill.next_image(prompt, rows[0].spec.images)) is not None:
-            self._prefill.encode(prompt, image.num_blocks)
-            return PrefillOutput(0)
         num_tokens, logits = self._prefill.advance(prompt, max_tokens)
         if logits is None:
             return PrefillOutput(num_tokens)

@@ -31,6 +31,7 @@ from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.sampler import Sampler
 from tests.support.conversations import agree
 from tests.support.demo_model import DEMO
+from tests.support.driver import encode_images
 from tests.support.schedule_runs import NUM_SCHEDULES, check_many
 from tests.support.schedules import Ending, Execution, Schedule, Specimens
 
@@ -282,6 +283,7 @@ def _plain(name: str, num_prompt_tokens: int) -> Request:
 
 def _logprobs_of(runner: MLXRunner, row: Request, num_drafts: int, leaves: str | None = None) -> list[TokenLogprobs]:
     """Return the logprobs of the row's first tokens; the row `leaves` is dropped when this one has joined."""
+    encode_images(runner, row)
     while (first := runner.prefill([row], 100).first) is None:
         pass
     logprobs = list(first[row.id].logprobs)

@@ -200,8 +200,8 @@ class Execution:
         group = self._waiting[self._of_step(self._schedule.picks) % len(self._waiting)]
         try:
             with self._faults() if (self.step, "prefill") in self._schedule.failures else nullcontext():
-                if self.step % 2 and group[0].spec.images and self._runner.next_image(group) is not None:
-                    self._runner.encode(group, 1)  # in other steps the rest of an image is encoded at once
+                if group[0].spec.images and (image := self._runner.next_image(group)) is not None:
+                    self._runner.encode(group, 1 if self.step % 2 else image.num_blocks)
                     return
                 output = self._runner.prefill(tuple(group), self._of_step(self._schedule.chunks))
         except ZeroDivisionError:

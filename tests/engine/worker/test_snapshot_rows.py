@@ -25,6 +25,7 @@ from engine.processing.grammar import GrammarCompiler
 from engine.protocol import EngineRequest, FinishReason, GrammarSpec, SamplingParams, SparsePlan
 from engine.worker.model_runner import MLXRunner
 from engine.worker.snapshot import StateSnapshot
+from tests.support.driver import encode_images
 from tests.support.schedules import Execution, Schedule, Specimens
 
 NUM_MORE_SCHEDULES = int(os.environ.get("ORCHARD_SCHEDULES", "0"))
@@ -87,6 +88,7 @@ class Batch:
         if snapshot is not None:
             self.runner.restore([row], snapshot)
             self.parents[row.id] = snapshot.segment
+        encode_images(self.runner, row)
         while (first := self.runner.prefill([row], 64).first) is None:
             pass
         self.running[row.id] = row
@@ -147,6 +149,7 @@ def next_turn(request: EngineRequest, kept: RowSnapshot, name: str = "next", **c
 def state_of(runner: MLXRunner, request: EngineRequest, num_tokens: int) -> StateSnapshot:
     """That behind the first tokens of a prompt which is taken in from the start."""
     row = Request(replace(request, request_id="cold"))
+    encode_images(runner, row)
     while row.num_prefilled < num_tokens:
         row.num_prefilled += runner.prefill([row], num_tokens - row.num_prefilled).num_tokens
     snapshot = runner.snapshot([row])
