@@ -8,10 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.cache import KVCache
 
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import LanguageModel
+from engine.worker.row_kinds import appends
 
 LOWEST = -1e9  # logit of tokens that the draft model's output layer lacks
 
@@ -76,6 +76,6 @@ class DraftModel:
 def draft_unsupported_reason(language_model: LanguageModel) -> str | None:
     """Return why a model cannot draft, None if it can."""
     for i, layer in enumerate(language_model.make_cache()):
-        if type(layer) is not KVCache:
+        if not appends(layer):
             return f"layer {i} keeps its state in a {type(layer).__name__}; attention without windows is supported"
     return language_model.states_unsupported_reason()

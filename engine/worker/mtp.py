@@ -17,7 +17,6 @@ from engine.worker.heads.head import Head
 from engine.worker.kv_cache import BatchCache, SequenceCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCache, formats
-from engine.worker.window_layer import RING_MARGIN, BatchWindowLayer
 
 CATCH_UP_TOKENS = 128  # pairs per forward when the head catches up
 MAX_PENDING = 128  # pending pairs per row: hidden states take as much memory as an attention layer's keys and values
@@ -235,9 +234,8 @@ class Drafter:
             lengths: int32 [B], tokens in the target's cache before the step.
             extent: At least max(lengths) + new.bound.
         """
-        # A row with fewer pairs than others gets garbage behind its end, for which a ring has RING_MARGIN slots only.
-        has_rings = any(isinstance(layer, BatchWindowLayer) for layer in self.layers)
-        if self.pending.bound + new.bound > (min(MAX_PENDING, RING_MARGIN) if has_rings else MAX_PENDING):
+        # A row with fewer pairs than others gets garbage after its end.
+        if self.pending.bound + new.bound > min(MAX_PENDING, *(layer.margin for layer in self.layers)):
             self._catch_up(lengths, extent)
             self.pending = new
             mx.async_eval(self._cache.state)

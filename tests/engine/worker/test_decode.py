@@ -15,7 +15,6 @@ from engine.config import EngineConfig, MTPExact
 from engine.core.batch import Drafts
 from engine.core.request import Request
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
-from engine.worker import kv_cache
 from engine.worker.language_model import LanguageModel
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.mtp import PendingHiddenStates
@@ -179,10 +178,3 @@ def test_pending_hidden_states_of_rows_join_whatever_their_widths():
         for i, count in enumerate(np.array(both.count).tolist()):
             assert np.array(both.token_ids)[i, :count].tolist() == [7, 8, 9][:count]
             assert np.array(both.hidden)[i, :count, 0].tolist() == [1, 2, 3][:count]
-
-
-def test_a_layer_that_cannot_be_batched_is_named(tiny: MLXRunner):
-    with pytest.raises(TypeError, match="layer 1: object cannot be batched"):
-        cache = tiny._language_model.make_cache()
-        tiny._language_model.extend(mx.array([[1, 2]]), None, cache, np.zeros((3, 1, 2), np.int32))
-        kv_cache.BatchCache.of([cache[0], object()])
