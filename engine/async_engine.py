@@ -13,10 +13,10 @@ from typing import Any
 from engine import retry_after
 from engine.async_device_thread import AsyncDeviceThread
 from engine.config import EngineConfig
-from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
 from engine.core.quoting.quoter import ESTIMATE_MARGIN
 from engine.core.request_check import check_request
+from engine.core.runner import ModelRunner
 from engine.core.scheduler_output import Published
 from engine.figures import EngineFigures
 from engine.grammar_compilers import GrammarCompilers

@@ -8,7 +8,6 @@ from typing import Any
 
 from engine import retry_after
 from engine.config import EngineConfig
-from engine.core.batch import Drafts, ImageLeft, ModelRunner, PrefillOutput, PromptChunk
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import make_memory_budget
 from engine.core.memory.evictable import EvictableMemory
@@ -21,6 +20,7 @@ from engine.core.proposer_record import modes_of
 from engine.core.quoting.load import LoadRecorder
 from engine.core.quoting.quoter import Quoter
 from engine.core.request import Matcher, Request, RequestState, named
+from engine.core.runner import Drafts, ImageLeft, ModelRunner, PrefillOutput, PromptChunk
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_context import SchedulerContext
 from engine.core.scheduler_output import PreemptedRows, Published, ReleasedRows

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.core.batch import PLAIN, Drafts, StepTime
 from engine.core.least_squares import fit_non_negative
+from engine.core.runner import PLAIN, Drafts, StepTime
 
 SIZES = 2 ** np.arange(8)
 """Numbers of rows at which the correction is stored; between them it is interpolated in log2(rows)."""

@@ -17,7 +17,7 @@ LOWEST = -1e9  # logit of tokens that the draft model's output layer lacks
 
 
 class DraftModel:
-    """Predicts the token after each token. Implements mtp.DraftHead.
+    """Predicts the token after each token. Implements drafter.DraftHead.
 
     Args:
         module: The library's model.

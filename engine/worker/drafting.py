@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from engine.config import DraftLimits, EngineConfig
-from engine.core.batch import Drafts, Proposer
+from engine.core.runner import Drafts, Proposer
 from engine.worker.draft_model import DraftModel
+from engine.worker.drafter import DraftHead
 from engine.worker.language_model import LanguageModel
-from engine.worker.mtp import DraftHead
 from engine.worker.recurrent_layer import BatchRecurrentLayer
 from engine.worker.rewind import has_recurrent_layers, rewind_unsupported_reason
 

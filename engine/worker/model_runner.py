@@ -8,7 +8,9 @@ import mlx.core as mx
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.batch import (
+from engine.core.memory.costs import MemoryCosts
+from engine.core.request import Request
+from engine.core.runner import (
     PLAIN,
     ChunkTime,
     Drafts,
@@ -20,8 +22,6 @@ from engine.core.batch import (
     RowSnapshot,
     StepTime,
 )
-from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request
 from engine.device_lock import lock_device
 from engine.process_lock import ProcessLock
 from engine.processing.checkpoint import image_processor_config
@@ -46,11 +46,12 @@ from engine.worker.burst import EQUAL_LENGTHS, BurstPrefill
 from engine.worker.decode import JoiningRow
 from engine.worker.decode_batch import DecodeBatch
 from engine.worker.draft_model import DraftModel
+from engine.worker.drafter import DraftHead
 from engine.worker.drafting import drafts_offered
 from engine.worker.fast_paths import FastPaths
 from engine.worker.language_model import LanguageModel
 from engine.worker.log_odds import log_odds, unsupported_reason
-from engine.worker.mtp import DraftHead, MTPHead
+from engine.worker.mtp import MTPHead
 from engine.worker.pooling import PooledStates
 from engine.worker.prefill import Prefill, PromptState, first_tokens
 from engine.worker.processors import advance_matcher

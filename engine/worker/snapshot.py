@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from engine.core.batch import SEGMENT_ARRAYS
+from engine.core.runner import SEGMENT_ARRAYS
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.row_kinds import appends, kind_of
 

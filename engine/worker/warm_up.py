@@ -7,7 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.core.batch import (
+from engine.core.request import Request
+from engine.core.runner import (
     PLAIN,
     ChunkTime,
     Drafts,
@@ -17,7 +18,6 @@ from engine.core.batch import (
     RowSnapshot,
     StepTime,
 )
-from engine.core.request import Request
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.drafting import most_draft_tokens
 from engine.worker.snapshot import StateSnapshot
@@ -42,7 +42,7 @@ SAMPLED = SamplingParams(2**20, top_p=0.9, min_p=0.01, top_k=20, presence_penalt
 
 
 class Runner(Protocol):
-    """The part of core.batch.ModelRunner that warm-up uses."""
+    """The part of core.runner.ModelRunner that warm-up uses."""
 
     max_context_tokens: int
     drafts: Sequence[Drafts]

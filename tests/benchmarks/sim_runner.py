@@ -14,7 +14,10 @@ from unittest.mock import patch
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.batch import (
+from engine.core.engine_core import EngineCore
+from engine.core.memory.costs import MemoryCosts
+from engine.core.request import Request, RequestState
+from engine.core.runner import (
     PLAIN,
     SEGMENT_ARRAYS,
     ChunkTime,
@@ -26,9 +29,6 @@ from engine.core.batch import (
     RowSnapshot,
     StepTime,
 )
-from engine.core.engine_core import EngineCore
-from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request, RequestState
 from engine.core.scheduler_output import Published
 from engine.placement import ConversationKeys
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams, TokenChunk

@@ -13,8 +13,8 @@ from deployments.app import AppArgs, build_app
 from deployments.model_replica import ModelReplica
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.core.batch import PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.core.request import Request
+from engine.core.runner import PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer
 from tests.support.fake_runner import NoSnapshots

@@ -24,8 +24,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig
-from engine.core.batch import Drafts, RowOutput
 from engine.core.request import Request
+from engine.core.runner import Drafts, RowOutput
 from engine.protocol import EngineRequest, GrammarSpec, SamplingParams, TokenLogprobs
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.sampler import Sampler

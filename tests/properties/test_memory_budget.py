@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import PLAIN, Drafts
 from engine.core.memory.budget import HEADROOM_SHARE
 from engine.core.prompt import Prompt
 from engine.core.request import Request
+from engine.core.runner import PLAIN, Drafts
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.driver import Driver

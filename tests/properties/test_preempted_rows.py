@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import ModelRunner
 from engine.core.prefix_cache.snapshot_boundaries import LEAST_TOKENS
+from engine.core.runner import ModelRunner
 from engine.protocol import EngineRequest
 from tests.support.conversations import plain_request, plain_tokens
 from tests.support.driver import Driver

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
 from engine.core.request import Request
+from engine.core.runner import ModelRunner
 from engine.core.scheduler_output import Published
 from engine.protocol import EngineRequest, FinishReason, TokenChunk
 

@@ -11,7 +11,9 @@ import numpy as np
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.core.batch import (
+from engine.core.memory.costs import MemoryCosts
+from engine.core.request import Request
+from engine.core.runner import (
     PLAIN,
     SEGMENT_ARRAYS,
     ChunkTime,
@@ -24,8 +26,6 @@ from engine.core.batch import (
     RowSnapshot,
     StepTime,
 )
-from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request
 from engine.protocol import EngineRequest, TokenLogprobs, choice_seed
 
 VOCAB_SIZE = 1000

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from engine.config import GrammarConfig
-from engine.core.batch import NO_TOKEN, Drafts, ModelRunner, RowOutput
 from engine.core.request import Matcher, Request
+from engine.core.runner import NO_TOKEN, Drafts, ModelRunner, RowOutput
 from engine.processing.grammar import GrammarCompiler
 from engine.processing.images import ImagePreprocessor
 from engine.protocol import (

@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
 from engine.config import BoundaryKind, PrefixCacheConfig
-from engine.core.batch import ModelRunner
 from engine.core.cost_model import CostModel
 from engine.core.prefix_cache import eligibility
 from engine.core.prefix_cache.answer_statistics import AnswerStatistics
@@ -31,6 +30,7 @@ from engine.core.prefix_cache.status import cache_status
 from engine.core.prefix_cache.store import SnapshotStore
 from engine.core.prompt import Prompt
 from engine.core.request import Request
+from engine.core.runner import ModelRunner
 from engine.core.stats import Stats
 from engine.protocol import Boundary, CacheCleared, CacheMiss, CacheStatus, EngineRequest
 from engine.snapshot_store.files import SnapshotFiles

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import PLAIN, PrefillOutput, RowOutput
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
+from engine.core.runner import PLAIN, PrefillOutput, RowOutput
 from engine.core.scheduler import Scheduler
 from engine.protocol import EngineRequest, SamplingParams
 from tests.engine.core.rows import (

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig, MTPExact
-from engine.core.batch import Drafts
 from engine.core.request import Request
+from engine.core.runner import Drafts
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
+from engine.worker.drafter import PendingHiddenStates
 from engine.worker.language_model import LanguageModel
 from engine.worker.model_runner import MLXRunner, load_runner
-from engine.worker.mtp import PendingHiddenStates
 from tests.support.demo_model import DRAFT
 
 VOCAB = 512
@@ -142,8 +142,8 @@ def test_a_model_that_cannot_be_compiled_is_refused_where_compiling_is_configure
 
 def test_the_head_catches_up_after_any_number_of_plain_steps(tiny: MLXRunner, monkeypatch: pytest.MonkeyPatch):
     """The first draft behind a plain phase is the one that a head would make that was asked at every step."""
-    monkeypatch.setattr("engine.worker.mtp.MAX_PENDING", 16)
-    monkeypatch.setattr("engine.worker.mtp.CATCH_UP_TOKENS", 5)
+    monkeypatch.setattr("engine.worker.drafter.MAX_PENDING", 16)
+    monkeypatch.setattr("engine.worker.drafter.CATCH_UP_TOKENS", 5)
     drafts: dict[int, list[list[int]]] = {}
     for every in (1, 7, 40):
         request = row("a", 30)

@@ -16,8 +16,8 @@ import pytest
 from mlx_vlm.models.cache import make_prompt_cache
 
 from engine.config import EngineConfig
-from engine.core.batch import PLAIN, Drafts, PromptChunk
 from engine.core.request import Request
+from engine.core.runner import PLAIN, Drafts, PromptChunk
 from engine.protocol import Boundary, EngineRequest, Progress, SamplingParams
 from engine.worker import prefill
 from engine.worker.model_runner import MLXRunner, load_runner

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import PLAIN, Drafts, RowOutput
+from engine.core.runner import PLAIN, Drafts, RowOutput
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.driver import Driver, fix_prefill_costs

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import PLAIN
 from engine.core.request import Request
+from engine.core.runner import PLAIN
 from engine.protocol import EngineRequest, FinishReason
 from engine.worker import decode, warm_up
 from engine.worker.kv_cache import BatchKVLayer

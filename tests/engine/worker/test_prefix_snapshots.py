@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import PromptChunk
 from engine.core.request import Request
+from engine.core.runner import PromptChunk
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.snapshot import StateSnapshot

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from engine.config import GrammarConfig
-from engine.core.batch import Drafts, RowSnapshot
 from engine.core.request import Matcher, Request
+from engine.core.runner import Drafts, RowSnapshot
 from engine.processing.grammar import GrammarCompiler
 from engine.protocol import EngineRequest, FinishReason, GrammarSpec, SamplingParams, SparsePlan
 from engine.worker.model_runner import MLXRunner
@@ -414,8 +414,8 @@ def test_a_row_with_a_completed_grammar_gives_a_snapshot_of_its_answer(tiny, tin
 
 @pytest.mark.parametrize(("limit", "chunk"), [(128, 128), (16, 5)])
 def test_the_head_is_caught_up_after_any_number_of_plain_steps(tiny, monkeypatch, limit, chunk):
-    monkeypatch.setattr("engine.worker.mtp.MAX_PENDING", limit)
-    monkeypatch.setattr("engine.worker.mtp.CATCH_UP_TOKENS", chunk)
+    monkeypatch.setattr("engine.worker.drafter.MAX_PENDING", limit)
+    monkeypatch.setattr("engine.worker.drafter.CATCH_UP_TOKENS", chunk)
     for max_tokens in (17, 18, 60):
         request = spec("row", 30, max_tokens)
         batch = Batch(tiny)

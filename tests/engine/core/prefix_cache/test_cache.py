@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import ChunkTime
 from engine.core.prefix_cache.prompt_key import PromptKey
+from engine.core.runner import ChunkTime
 from engine.protocol import Boundary, EngineRequest, FinishReason, ImagePatches, PromptOrigin, SamplingParams
 from tests.support.driver import Driver
 from tests.support.fake_runner import BYTES_PER_TOKEN, STATE_BYTES, STOP, FakeRunner, answer
