@@ -42,6 +42,11 @@ class Drafts:
         """Whether the proposer drafts for some rows only, see SELECTIVE."""
         return self.proposer in SELECTIVE
 
+    @property
+    def name(self) -> str:
+        """The number of drafts by the MTP head, as "3"; proposer and number of others, as "prompt_lookup 4"."""
+        return str(self.num_tokens) if self.proposer == PLAIN.proposer else f"{self.proposer} {self.num_tokens}"
+
 
 PLAIN = Drafts()
 
@@ -58,7 +63,7 @@ class RowOutput:
     """Draft tokens that were verified."""
     num_accepted: int = 0
     """Accepted draft tokens, including those after the row's last token, which are not in token_ids."""
-    proposer: Proposer = "mtp"
+    proposer: Proposer = PLAIN.proposer
     """Where the draft tokens come from."""
     can_look_up: bool = False
     """Whether prompt lookup could draft the row's next tokens."""

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from engine.core.runner import Proposer
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.row_kinds import appends
@@ -24,8 +25,10 @@ class DraftModel:
         vocab_size: Number of logits of the target, to which its own are cut or extended.
     """
 
+    proposer: Proposer = "draft_model"
+    lead = 1
+
     def __init__(self, module: Any, vocab_size: int):
-        self.lead = 1
         self._language_model = LanguageModel(module.language_model)
         self.as_offset = not self._language_model.explicit_positions
         self._vocab_size = vocab_size

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
+from engine.core.runner import Proposer
 from engine.worker.kv_cache import BatchCache, SequenceCache
 
 CATCH_UP_TOKENS = 128  # pairs per forward when the head catches up
@@ -21,6 +22,8 @@ MAX_PENDING = 128  # pending pairs per row: hidden states take as much memory as
 class DraftHead(Protocol):
     """What a Drafter needs of a model that drafts: an MTP head, or a draft model."""
 
+    proposer: Proposer
+    """What its drafts are counted as."""
     lead: int
     """Entries of its cache before that of the first pair (token 1, hidden state 0)."""
     as_offset: bool

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from engine.core.runner import Proposer
 from engine.worker.heads.head import Head
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import LanguageModel
@@ -19,6 +20,7 @@ from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCa
 class MTPHead:
     """The MTP head or the EAGLE-3 head. Implements DraftHead."""
 
+    proposer: Proposer = "mtp"
     lead = 0
 
     def __init__(self, head: Head, language_model: LanguageModel):
