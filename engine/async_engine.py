@@ -13,10 +13,10 @@ from typing import Any
 from engine import retry_after
 from engine.async_device_thread import AsyncDeviceThread
 from engine.config import EngineConfig
-from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
 from engine.core.quoting.quoter import ESTIMATE_MARGIN
 from engine.core.request_check import check_request
+from engine.core.runner import ModelRunner
 from engine.core.scheduler_output import Published
 from engine.figures import EngineFigures
 from engine.grammar_compilers import GrammarCompilers
@@ -139,7 +139,7 @@ class AsyncEngine:
             Unavailable: The engine is not ready, draining, or short of memory.
         """
         arrived_s, core = time.monotonic(), self._admit(request)
-        request = core.clamp_max_tokens(request)
+        request = core.budget.needs.clamp_max_tokens(request, core.pinned_bytes)
         key = f"{request.request_id}#{next(self._serial)}"
         stream = self._streams[key] = TokenStream(request.num_choices, request.open_choices)
         self._compiling.add(key)
@@ -241,12 +241,12 @@ class AsyncEngine:
         available = self._watchdog.available_bytes
         if core is None:
             return EngineFigures(status=self.status(), available_bytes=available, total_bytes=total_bytes())
-        store = core.prefix.store
+        store = core.prefixes.store
         return EngineFigures(
             status=self.status(),
             requests=core.scheduler.figures.snapshot(),
             cache=replace(store.counters, misses=dict(store.counters.misses)),
-            disk=core.prefix.disk_status(),
+            disk=core.prefixes.disk_status(),
             fetch=self._fetch_status(),
             num_decoding=core.scheduler.num_decoding,
             num_snapshots=len(store),
@@ -311,7 +311,7 @@ class AsyncEngine:
             EngineFailed: The engine is not ready.
         """
         return await self._thread.call(
-            lambda core: CachedPrefix(core.prefix.peek(request), core.runner.no_sparse, core.costs.prefill)
+            lambda core: CachedPrefix(core.prefixes.peek(request), core.runner.no_sparse, core.costs.prefill)
         )
 
     async def cache_status(self) -> CacheStatus:
@@ -320,7 +320,7 @@ class AsyncEngine:
         Raises:
             EngineFailed: The engine is not ready.
         """
-        status = await self._thread.call(lambda core: core.prefix.status())
+        status = await self._thread.call(lambda core: core.prefixes.status())
         misses = [replace(miss, request_id=miss.request_id.rpartition("#")[0]) for miss in status.recent_misses]
         return replace(status, recent_misses=tuple(misses), fetch=self._fetch_status())
 
@@ -330,7 +330,7 @@ class AsyncEngine:
         Raises:
             EngineFailed: The engine is not ready, or files could not be removed in time.
         """
-        cleared, num_files = await self._thread.call(lambda core: (core.prefix.clear(), core.prefix.clear_files()))
+        cleared, num_files = await self._thread.call(lambda core: (core.prefixes.clear(), core.prefixes.clear_files()))
         if num_files is None:
             return cleared
         try:
@@ -460,8 +460,6 @@ class AsyncEngine:
     def _make_core(self) -> EngineCore:
         runner, disk = self._make_runner(self.config, self._set_progress), self.config.prefix_cache.disk
         try:
-            if disk is not None and runner.no_snapshots is not None:
-                raise EngineFailed(f"prefix_cache.disk has no effect with this model: {runner.no_snapshots}")
             files = SnapshotFiles(disk, runner.fingerprint) if disk is not None else None
             if files is not None and self._sharing is not None:
                 port = self.config.prefix_cache.fetch_port
@@ -482,7 +480,7 @@ class AsyncEngine:
 
         def write(core: EngineCore) -> None:
             try:
-                done.set_result(core.prefix.write_now(digest))
+                done.set_result(core.prefixes.write_now(digest))
             except Exception:  # must not end the device thread
                 log.exception("a snapshot could not be written for another node")
                 done.set_result(False)

@@ -3,7 +3,7 @@
 import logging
 from collections import deque
 
-from engine.core.batch import Proposer
+from engine.core.runner import Proposer
 
 log = logging.getLogger("orchard.engine")
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.core.batch import PLAIN, ChunkTime, Drafts, StepTime
 from engine.core.least_squares import fit_non_negative
+from engine.core.runner import PLAIN, ChunkTime, Drafts, StepTime
 from engine.core.step_costs import StepCosts
 from engine.protocol import PrefillCost
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from engine import retry_after
 from engine.config import EngineConfig
-from engine.core.batch import Drafts, ImageLeft, ModelRunner, PrefillOutput, PromptChunk
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import make_memory_budget
 from engine.core.memory.evictable import EvictableMemory
@@ -21,6 +20,7 @@ from engine.core.proposer_record import modes_of
 from engine.core.quoting.load import LoadRecorder
 from engine.core.quoting.quoter import Quoter
 from engine.core.request import Matcher, Request, RequestState, named
+from engine.core.runner import Drafts, ImageLeft, ModelRunner, PrefillOutput, PromptChunk
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_context import SchedulerContext
 from engine.core.scheduler_output import PreemptedRows, Published, ReleasedRows
@@ -56,7 +56,8 @@ class EngineCore:
         poll: Executes commands that have arrived meanwhile; called between two pieces of a step.
 
     Attributes:
-        memory, admission, queue, speculation_status: Figures for the status page, refreshed every FIGURES_PERIOD_S.
+        memory, admission, queue, pinned_bytes, speculation_status: Figures, refreshed every FIGURES_PERIOD_S; readable
+            from any thread.
         progress: The work in progress; readable from any thread.
         quoter: Predicts the seconds of requests that may be placed here; used by one thread, which need not be this.
         movable: The snapshots that other nodes may take over, and those that have come from them.
@@ -77,17 +78,17 @@ class EngineCore:
         self.runner = runner
         self.costs = CostModel(runner.drafts, runner.step_times, runner.chunk_times)
         self._speculation = SpeculationController(modes_of(config), self.costs, runner.no_drafts)
-        self.prefix = PrefixCache(
+        self.prefixes = PrefixCache(
             config.prefix_cache,
             runner,
             self.stats,
             self.costs,
-            lambda: self.budget.free_bytes + self.prefix.store.num_bytes,
+            lambda: self.budget.free_bytes + self.prefixes.store.num_bytes,
             files,
             peers,
             clock,
         )
-        self._evictable = EvictableMemory(self.prefix.memory, runner)
+        self._evictable = EvictableMemory(self.prefixes.memory, runner)
         self.budget = make_memory_budget(config, runner, self._evictable)
         self._max_stall_s = config.scheduler.max_stall_s
         context = SchedulerContext(
@@ -96,13 +97,13 @@ class EngineCore:
             costs=self.costs,
             budget=self.budget,
             evictable=self._evictable,
-            prefixes=self.prefix,
+            prefixes=self.prefixes,
             has_bursts=runner.no_bursts is None,
         )
         self.scheduler = Scheduler(context, self.stats)
-        self._loads = LoadRecorder(clock, self.scheduler, self.prefix, self.costs)
-        is_caching = self.prefix.off_reason is None
-        self.movable = MovableSnapshots(self.prefix, self._loads, runner.costs, self.costs)
+        self._loads = LoadRecorder(clock, self.scheduler, self.prefixes, self.costs)
+        is_caching = self.prefixes.off_reason is None
+        self.movable = MovableSnapshots(self.prefixes, self._loads, runner.costs, self.costs)
         self.quoter = Quoter(config, clock, self.costs, self.budget.needs, self._loads, is_caching, peers is not None)
         self.memory: dict[str, int] = self._memory()
         self.speculation_status: dict[str, Any] = self._speculation.status()
@@ -178,18 +179,10 @@ class EngineCore:
         """Write pending snapshots to disk and release the runner's memory."""
         try:
             for prompt in (*self.scheduler.prefills.in_progress, *self.scheduler.take_released().prompts):
-                self.prefix.end(prompt)
-            self.prefix.close(DISK_CLOSE_S)
+                self.prefixes.end(prompt)
+            self.prefixes.close(DISK_CLOSE_S)
         finally:
             self.runner.close()
-
-    def clamp_max_tokens(self, request: EngineRequest) -> EngineRequest:
-        """Lower max_tokens, which is a ceiling, to what the memory holds. Safe to call from any thread.
-
-        Raises:
-            MemoryExceeded: The request would not fit even with no other request in the engine.
-        """
-        return self.budget.needs.clamp_max_tokens(request, self.pinned_bytes)
 
     def free_evictable(self) -> None:
         """Evict all evictable memory, because the machine is short of memory."""
@@ -201,7 +194,7 @@ class EngineCore:
         if self.has_work and now - self._figures_read_s < FIGURES_PERIOD_S:
             return
         self._figures_read_s = now
-        self.prefix.write_behind()
+        self.prefixes.write_behind()
         self.speculation_status = self._speculation.status()
         self.queue, self.admission = self.scheduler.queue.status(self.budget.needs), self.budget.status()
         self.pinned_bytes = self._evictable.pinned_bytes
@@ -210,11 +203,11 @@ class EngineCore:
         except Exception:
             log.exception("the memory figures could not be read")
         if not self.has_work:
-            self.prefix.check_integrity()
+            self.prefixes.check_integrity()
 
     def _memory(self) -> dict[str, int]:
-        num_bytes = self.prefix.store.num_bytes
-        max_bytes = self.prefix.memory.max_bytes if self.prefix.off_reason is None else 0
+        num_bytes = self.prefixes.store.num_bytes
+        max_bytes = self.prefixes.memory.max_bytes if self.prefixes.off_reason is None else 0
         cache_bytes = {"prefix_cache_bytes": num_bytes, "prefix_cache_max_bytes": max_bytes}
         return self.runner.memory() | cache_bytes
 
@@ -222,7 +215,7 @@ class EngineCore:
         """Snapshot preempted rows and complete answers, publish the errors of failed rows, and drop them all."""
         self._snapshot_preempted(released.preempted)
         for row in released.completed:
-            self._loads.answer_complete(row, self.prefix.take_answer(row))
+            self._loads.answer_complete(row, self.prefixes.take_answer(row))
             self._decoded_s = None  # the snapshot must not count as decode time
         if released.failed:
             self._publish(released.failed)
@@ -251,16 +244,16 @@ class EngineCore:
             self._release(self.scheduler.take_released())  # some may have completed their answers
         for one in preempted:
             if one.num_prefilled:
-                self.prefix.take_prompt(one.prompt, one.num_prefilled)
+                self.prefixes.take_prompt(one.prompt, one.num_prefilled)
             elif one.num_prefilled is None and one.rows[0].state is not RequestState.FINISHED:
-                self.prefix.take_row(one.rows[0])
+                self.prefixes.take_row(one.rows[0])
 
     def _drop(self, rows: Sequence[Request], prompts: Iterable[Prompt]) -> None:
         """Drop rows, which ends what their prompts still use of the prefix cache."""
         row_ids = [row.id for row in rows]
         for prompt in prompts:
-            self.prefix.end(prompt)
-        with self.prefix.dropping(row_ids) as lent:
+            self.prefixes.end(prompt)
+        with self.prefixes.dropping(row_ids) as lent:
             try:
                 self.runner.drop(row_ids, lent)
             except Exception as error:
@@ -279,7 +272,7 @@ class EngineCore:
         failed = self.scheduler.fail_rows(error)
         for row_id in failed:
             self.budget.release(row_id)
-        self.prefix.lost(list(failed))
+        self.prefixes.lost(list(failed))
         return failed
 
     def _decode(self, drafts: Drafts) -> None:
@@ -324,7 +317,7 @@ class EngineCore:
             if prompt.row.spec.images and (image := self.runner.next_image(prompt.rows)) is not None:
                 self._encode(prompt, image, began_s, in_flight_s)
             elif max_tokens := self.scheduler.prefills.chunk_tokens(prompt):
-                chunks = self._burst(PromptChunk(prompt.row, self.prefix.clip(prompt, max_tokens)))
+                chunks = self._burst(PromptChunk(prompt.row, self.prefixes.clip(prompt, max_tokens)))
                 has_published = self._compute(chunks, began_s, in_flight_s)
         except Exception as error:
             self._prefill_failed(prompt, error)
@@ -341,7 +334,7 @@ class EngineCore:
             False if its first chunk must wait for the prefix, if it has returned to the queue, or if it has failed.
         """
         try:
-            if self.prefix.begin(prompt, wait_s, copy_s):
+            if self.prefixes.begin(prompt, wait_s, copy_s):
                 return True
             prompt.is_waiting = True
         except MemoryTaken:
@@ -388,9 +381,9 @@ class EngineCore:
         if published:
             self._publish(published)
         for prompt, output in zip(prompts, outputs, strict=True):
-            self.prefix.take_at_boundaries(prompt)
+            self.prefixes.take_at_boundaries(prompt)
             if output.first is not None:
-                self.prefix.end(prompt)
+                self.prefixes.end(prompt)
         self.stats.num_bursts += len(chunks) > 1
         self.scheduler.prefills.record(chunks, self._clock() - began_s, device_s)
         return bool(published)
@@ -416,10 +409,10 @@ class EngineCore:
     def _burst(self, first: PromptChunk) -> Sequence[PromptChunk]:
         """Begin other short prompts, and choose the chunks to compute in one forward with the first."""
         prompt = first.row.prompt
-        if first.num_tokens < self.prefix.clip(prompt, prompt.num_left):
+        if first.num_tokens < self.prefixes.clip(prompt, prompt.num_left):
             return [first]
         others = [
-            PromptChunk(other.row, self.prefix.clip(other, other.num_left))
+            PromptChunk(other.row, self.prefixes.clip(other, other.num_left))
             for other in self.scheduler.prefills.companions(first)
             if self.scheduler.prefills.source_of(other) is None and self._begin(other)
         ]
@@ -436,14 +429,14 @@ class EngineCore:
         self.stats.num_failed_bursts += 1
         self.scheduler.prefills.step.close()
         for prompt in prompts:
-            self.prefix.end(prompt, failed=True)
+            self.prefixes.end(prompt, failed=True)
         self._drop(rows, ())
         self.scheduler.prefills.compute_alone(prompts)
 
     def _prefill_failed(self, prompt: Prompt, error: Exception) -> None:
         row, rows = prompt.row, list(prompt.rows)
         self.scheduler.prefills.step.close()
-        self.prefix.end(prompt, failed=True)
+        self.prefixes.end(prompt, failed=True)
         if isinstance(error, InvalidRequest):  # the client's fault does not count towards max_failed_steps
             self._publish(self.scheduler.fail_prefill(prompt, str(error)))
             return

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from engine.core.batch import PLAIN, Drafts, ImageLeft, PromptChunk
 from engine.core.burst import Span, burst_s, may_burst, num_together
 from engine.core.prefill_order import PrefillOrder, StepBudget
 from engine.core.prompt import Prompt
 from engine.core.request import Request
+from engine.core.runner import PLAIN, Drafts, ImageLeft, PromptChunk
 from engine.core.scheduler_context import SchedulerContext
 
 MIN_IDLE_STEP_S, MAX_IDLE_STEP_S = 0.25, 1.5

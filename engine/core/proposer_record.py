@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 from engine.config import DraftLimits, EngineConfig
 from engine.core.acceptance_watchdog import AcceptanceWatchdog
-from engine.core.batch import SELECTIVE, Drafts, Proposer, RowOutput
 from engine.core.draft_figures import AcceptanceRates
+from engine.core.runner import SELECTIVE, Drafts, Proposer, RowOutput
 
 Mode = Literal["auto", "off"] | DraftLimits
 

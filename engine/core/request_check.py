@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from engine.config import EngineConfig
-from engine.core.batch import ModelRunner
+from engine.core.runner import ModelRunner
 from engine.core.spec_prefill.plan import why_unfit
 from engine.protocol import MAX_TOP_LOGPROBS, ContextLengthExceeded, EngineRequest, InvalidRequest, ThoughtSpec
 

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 
 from engine import retry_after
 from engine.core.admission import Admission
-from engine.core.batch import NO_TOKEN, PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.core.preemption import Preemption, Victim
 from engine.core.prefill_scheduler import PrefillScheduler
 from engine.core.prompt import Prompt
 from engine.core.prompt_queue import PromptQueue
 from engine.core.request import Request, RequestState, by_prompt
 from engine.core.request_figures import RequestFigures
+from engine.core.runner import NO_TOKEN, PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.core.scheduler_context import SchedulerContext
 from engine.core.scheduler_output import PreemptedRows, Published, ReleasedRows
 from engine.core.stats import Stats

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.batch import PLAIN, Drafts, Proposer, RowOutput
 from engine.core.cost_model import CostModel
 from engine.core.draft_figures import AcceptanceRates
 from engine.core.draft_trials import Trials
 from engine.core.proposer_record import Mode, ProposerRecord
+from engine.core.runner import PLAIN, Drafts, Proposer, RowOutput
 
 MIN_GAIN = 1.03
 """Another way to draft must be this factor faster; plain decoding only needs to be faster at all."""

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.core.batch import PLAIN, Drafts, StepTime
 from engine.core.least_squares import fit_non_negative
+from engine.core.runner import PLAIN, Drafts, StepTime
 
 SIZES = 2 ** np.arange(8)
 """Numbers of rows at which the correction is stored; between them it is interpolated in log2(rows)."""
@@ -97,14 +97,11 @@ class StepCosts:
         return np.sqrt(np.maximum(((apart @ self._covariance) * apart).sum(axis=1), 0.0))
 
     def status_ms(self, most_rows: int) -> dict[str, dict[str, float]]:
-        """Return {rows: {drafts: milliseconds}} for 1, 2, 4, ... rows, up to `most_rows`.
-
-        Drafts by the MTP head are named by their number, others by proposer and number, as "prompt_lookup 4".
-        """
+        """Return {rows: {`Drafts.name`: milliseconds}} for 1, 2, 4, ... rows, up to `most_rows`."""
         sizes = [int(size) for size in SIZES if size < 2 * most_rows and self.is_measured]
         each = {size: self.seconds(size).tolist() for size in sizes}
         return {
-            str(size): {_name(one): round(1000 * s, 3) for one, s in zip(self.choices, each[size], strict=True)}
+            str(size): {one.name: round(1000 * s, 3) for one, s in zip(self.choices, each[size], strict=True)}
             for size in sizes
         }
 
@@ -131,10 +128,6 @@ class StepCosts:
             )
         rows = [self._features(t.num_rows, self._index[t.drafts]) / max(t.seconds, SHORTEST_S) for t in step_times]
         return fit_non_negative(np.array(rows))
-
-
-def _name(drafts: Drafts) -> str:
-    return str(drafts.num_tokens) if drafts.proposer == "mtp" else f"{drafts.proposer} {drafts.num_tokens}"
 
 
 def _shape(choices: Sequence[Drafts]) -> np.ndarray:

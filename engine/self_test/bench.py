@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.batch import ModelRunner
 from engine.core.prefix_cache.snapshot_boundaries import LEAST_TOKENS
+from engine.core.runner import ModelRunner
 from engine.processing.tokenizer import ChatPrompt
 from engine.protocol import MAX_TOP_LOGPROBS, EngineRequest, ImagePatches, SamplingParams, TokenLogprobs
 from engine.self_test.agreement import UNIT_ROUNDOFF, Answer, Rounding, size_of_logits, spread

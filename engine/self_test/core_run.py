@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from engine.config import EngineConfig
-from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
+from engine.core.runner import ModelRunner
 from engine.core.scheduler_output import Published
 from engine.protocol import EngineFailed, EngineRequest, TokenChunk
 from engine.self_test.agreement import Answer

@@ -5,7 +5,7 @@ from dataclasses import replace
 from engine.core.request import Request
 from engine.host_memory import HostMemory
 from engine.self_test.bench import CACHING, DRAFTS, Bench
-from engine.self_test.outcome import NotApplicable, Outcome, Status, graded
+from engine.self_test.outcome import Outcome, Status, graded
 from engine.worker import device_facts
 
 SLACK_BYTES = 2**20
@@ -64,13 +64,11 @@ def peak(bench: Bench) -> Outcome:
 
 def snapshots(bench: Bench) -> Outcome:
     """Compare the bytes of the prefix cache with those that are freed by clearing it."""
-    if bench.runner.no_snapshots is not None:
-        raise NotApplicable(f"no prefix cache: {bench.runner.no_snapshots}")
     run = bench.core_run(prefix_cache=CACHING)
     long = replace(bench.questions[-1], boundaries=bench.first_turn.boundaries)
     run.run({0: [bench.first_turn, long]})
-    predicted, before = run.core.prefix.store.num_bytes, device_facts.held_bytes()
-    run.core.prefix.clear()
+    predicted, before = run.core.prefixes.store.num_bytes, device_facts.held_bytes()
+    run.core.prefixes.clear()
     return _compared("prefix cache", predicted, before - device_facts.held_bytes())
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from engine.async_engine import RunnerFactory
 from engine.config import EngineConfig
-from engine.core.batch import ModelRunner
+from engine.core.runner import ModelRunner
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.self_test import machine
 from engine.self_test.bench import DRAFTS, FULL, Bench, Scale, changed

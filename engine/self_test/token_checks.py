@@ -110,7 +110,6 @@ def prompt_lookup(bench: Bench) -> Outcome:
 
 def snapshot_in_memory(bench: Bench) -> Outcome:
     """Continue a conversation from the prefix cache, against computing all of it."""
-    _require_snapshots(bench)
     run = bench.core_run(prefix_cache=CACHING)
     second = bench.second_turn(run.run({0: [bench.first_turn]})["first turn"])
     return _hit("snapshot hit = miss, memory", bench, second, run.run({0: [second]})["second turn"])
@@ -118,28 +117,22 @@ def snapshot_in_memory(bench: Bench) -> Outcome:
 
 def snapshot_on_disk(bench: Bench) -> Outcome:
     """Continue a conversation from files that another engine has written, against computing all of it."""
-    _require_snapshots(bench)
     with tempfile.TemporaryDirectory(prefix="orchard-self-test-") as directory:
         caching = CACHING | {"disk": {"path": directory, "max_gb": DISK_GB}}
         config = changed(bench.config, mtp="off", prompt_lookup="off", prefix_cache=caching)
         writer = _with_files(config, bench)
         second = bench.second_turn(writer.run({0: [bench.first_turn]})["first turn"])
-        writer.core.prefix.close(DISK_CLOSE_S)
+        writer.core.prefixes.close(DISK_CLOSE_S)
         reader = _with_files(config, bench)
         try:
             return _hit("snapshot hit = miss, disk", bench, second, reader.run({0: [second]})["second turn"])
         finally:
-            reader.core.prefix.close(DISK_CLOSE_S)
+            reader.core.prefixes.close(DISK_CLOSE_S)
 
 
 def _with_files(config: Any, bench: Bench) -> CoreRun:
     disk = config.prefix_cache.disk
     return CoreRun(config, bench.runner, SnapshotFiles(disk, bench.runner.fingerprint))
-
-
-def _require_snapshots(bench: Bench) -> None:
-    if bench.runner.no_snapshots is not None:
-        raise NotApplicable(f"no prefix cache: {bench.runner.no_snapshots}")
 
 
 def _hit(name: str, bench: Bench, second: EngineRequest, answer: Answer) -> Outcome:

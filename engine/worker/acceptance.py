@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from engine.core.batch import NO_TOKEN
 from engine.core.request import Request
+from engine.core.runner import NO_TOKEN
 
 
 class Acceptance:

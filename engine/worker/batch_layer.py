@@ -4,6 +4,7 @@ Beside these methods a layer has `row`, `append`, `select`, `with_arrays` and `l
 the library's caches by which the model's layers read and write it.
 """
 
+import math
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -16,10 +17,17 @@ class BatchLayer:
     """Whether keys and values lie in slots that never change."""
     tokens_per_slot = 1
     """Tokens of a row that share a slot."""
+    num_slots = 0
+    """Tokens of a row for which there are slots; 0 if a row's tokens have none of their own."""
+    margin = math.inf
+    """Slots after a row's end that a forward may write."""
     recording = False
     """Whether `commit` follows the next forward."""
-    recorded: Sequence[mx.array] = ()
-    """The arrays that the last forward recorded for `commit`."""
+
+    @property
+    def recorded(self) -> Sequence[mx.array]:
+        """The arrays that the last forward recorded for `commit`."""
+        return ()
 
     def commit(self, num_kept: mx.array) -> None:
         """Return to the state after `num_kept` int32 [B] >= 1 tokens of the recorded forward."""

@@ -15,9 +15,9 @@ import numpy as np
 from mlx_vlm.models.cache import ArraysCache
 
 from engine.worker.chunk_layer import ChunkedCache, same_chunk
+from engine.worker.drafter import DraftHead
 from engine.worker.kv_cache import Cursor, SequenceCache
 from engine.worker.language_model import LanguageModel
-from engine.worker.mtp import DraftHead
 from engine.worker.pool_layer import PooledCache, PoolInputs, Windows, at_slots, window_positions
 from engine.worker.prefill import PromptState
 from engine.worker.quantized_kv import format_of

@@ -23,13 +23,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from engine.core.batch import NO_TOKEN, PLAIN, Drafts, RowOutput, RowSnapshot
 from engine.core.request import Request
+from engine.core.runner import NO_TOKEN, PLAIN, Drafts, RowOutput, RowSnapshot
 from engine.worker.acceptance import Acceptance
 from engine.worker.compiled import CompiledForward
+from engine.worker.drafter import Drafter, DraftHead, PendingHiddenStates
 from engine.worker.kv_cache import BatchCache, SequenceCache
 from engine.worker.language_model import LanguageModel
-from engine.worker.mtp import Drafter, DraftHead, PendingHiddenStates
 from engine.worker.pending_step import PendingStep, Row
 from engine.worker.prompt_lookup import TokenHistory
 from engine.worker.row_kinds import appends

@@ -7,11 +7,11 @@ per group. core/memory/grouping.py assigns rows to groups before they join.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from engine.core.batch import Drafts, RowOutput, RowSnapshot
+from engine.core.runner import Drafts, RowOutput, RowSnapshot
 from engine.worker.compiled import CompiledForward
 from engine.worker.decode import DecodeGroup, JoiningRow
+from engine.worker.drafter import DraftHead
 from engine.worker.language_model import LanguageModel
-from engine.worker.mtp import DraftHead
 from engine.worker.snapshot import KVSegment, StateSnapshot
 
 

@@ -8,24 +8,27 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.cache import KVCache
 
+from engine.core.runner import Proposer
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import LanguageModel
+from engine.worker.row_kinds import appends
 
 LOWEST = -1e9  # logit of tokens that the draft model's output layer lacks
 
 
 class DraftModel:
-    """Predicts the token after each token. Implements mtp.DraftHead.
+    """Predicts the token after each token. Implements drafter.DraftHead.
 
     Args:
         module: The library's model.
         vocab_size: Number of logits of the target, to which its own are cut or extended.
     """
 
+    proposer: Proposer = "draft_model"
+    lead = 1
+
     def __init__(self, module: Any, vocab_size: int):
-        self.lead = 1
         self._language_model = LanguageModel(module.language_model)
         self.as_offset = not self._language_model.explicit_positions
         self._vocab_size = vocab_size
@@ -76,6 +79,6 @@ class DraftModel:
 def draft_unsupported_reason(language_model: LanguageModel) -> str | None:
     """Return why a model cannot draft, None if it can."""
     for i, layer in enumerate(language_model.make_cache()):
-        if type(layer) is not KVCache:
+        if not appends(layer):
             return f"layer {i} keeps its state in a {type(layer).__name__}; attention without windows is supported"
     return language_model.states_unsupported_reason()

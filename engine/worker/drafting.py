@@ -1,12 +1,14 @@
-"""Tells which ways to draft a loaded model offers: by which proposers, and how many tokens."""
+"""The proposers of a loaded model: the model that drafts, and which ways to draft there are."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from engine.config import DraftLimits, EngineConfig
-from engine.core.batch import Drafts, Proposer
+from engine.core.runner import Drafts, Proposer
 from engine.worker.draft_model import DraftModel
+from engine.worker.drafter import DraftHead
 from engine.worker.language_model import LanguageModel
-from engine.worker.mtp import DraftHead
+from engine.worker.mtp import MTPHead
 from engine.worker.recurrent_layer import BatchRecurrentLayer
 from engine.worker.rewind import has_recurrent_layers, rewind_unsupported_reason
 
@@ -18,6 +20,22 @@ LOOKUP_LENGTHS = (2, 4)
 SHORT_LOOKUP_LENGTHS = (2, 3)
 """The same for prompt lookup; the shorter ones for models with a head, so that rows reserve no more memory than for its
 drafts, and for recurrent models that keep a state per verified token."""
+
+
+def drafting_head(
+    draft: Any | None, mtp_head: Any | None, vocab_size: int, language_model: LanguageModel
+) -> DraftHead | None:
+    """Return the model that drafts, None without one.
+
+    Args:
+        draft: The library's model of a draft model, which precedes the MTP head.
+        mtp_head: The MTP head or the EAGLE-3 head.
+        vocab_size: Number of logits of the target.
+        language_model: The target.
+    """
+    if draft is not None:
+        return DraftModel(draft, vocab_size)
+    return None if mtp_head is None else MTPHead(mtp_head, language_model)
 
 
 def drafts_offered(
@@ -33,11 +51,11 @@ def drafts_offered(
     """
     drafts: list[Drafts] = []
     reasons: dict[Proposer, str] = {}
-    if config.draft_model is not None and isinstance(head, DraftModel):
+    if config.draft_model is not None and head is not None and head.proposer == "draft_model":
         drafts += [Drafts(k, "draft_model") for k in _lengths(config.draft_model.limits, DRAFT_MODEL_LENGTHS)]
     else:
         reasons["draft_model"] = "no draft_model is configured"
-    if head is None or isinstance(head, DraftModel):
+    if head is None or head.proposer != "mtp":
         reasons["mtp"] = no_head
     else:
         drafts += [Drafts(k, "mtp") for k in _lengths(config.mtp, MTP_LENGTHS)]

@@ -1,15 +1,14 @@
 """Tells from a model's structure, before a weight is read, whether its family can be served."""
 
 import inspect
-from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from mlx_vlm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_vlm.models.cache import make_prompt_cache
 from mlx_vlm.utils import get_model_and_args
 
 from engine.worker import mlx_lm_families
-from engine.worker.layer_caches import SERVED, single_caches
+from engine.worker.layer_caches import unserved_reason
 
 CLASSIFIER = "ForSequenceClassification"
 """How the names of architectures end whose output layer has classes instead of tokens."""
@@ -32,7 +31,7 @@ def unsupported_reason(module: Any, media_kinds: frozenset[str]) -> str | None:
         return "its language model takes no cache, so it cannot continue a text token by token"
     if not (hasattr(language_model, "make_cache") or hasattr(language_model, "layers")):
         return "its language model tells neither its layers nor their caches"
-    if (reason := _cache_reason(make_prompt_cache(language_model))) is not None:
+    if (reason := unserved_reason(make_prompt_cache(language_model))) is not None:
         return reason
     if "image" in media_kinds and all(getattr(module, name, None) is None for name in VISION_MODULES):
         return (
@@ -88,17 +87,3 @@ def _bidirectional(key: str, value: Any) -> str:
         f"its attention is bidirectional ({key} is {value!r} in config.json), and prompts are computed in chunks, each "
         "of which sees only the tokens before it; embeddings of causal models, such as Qwen3-Embedding, are served"
     )
-
-
-def _cache_reason(layers: Sequence[Any]) -> str | None:
-    for i, layer in enumerate(layers):
-        for cache in single_caches(layer):
-            if type(cache) not in SERVED:
-                served = ", ".join(kind.__name__ for kind in SERVED)
-                kind = type(cache).__name__
-                return (
-                    f"layer {i} keeps its state in a {kind}, which rows cannot share; models with {served} are served"
-                )
-            if isinstance(cache, RotatingKVCache) and cache.keep:
-                return f"layer {i} has a window that keeps its first {cache.keep} tokens; other windows are served"
-    return None

@@ -6,7 +6,7 @@ from engine.worker import mtp_loader
 from engine.worker.language_model import LanguageModel
 from engine.worker.rewind import rewind_unsupported_reason
 from engine.worker.row_kinds import is_recurrent
-from engine.worker.snapshot import prefix_unsupported_reason, unsupported_reason
+from engine.worker.snapshot import prefix_unsupported_reason
 
 NO_POSITIONS = "this model does not accept explicit positions"
 MORE_STATES = "its recurrent layers have more than a window and a state, which a compiled step does not return"
@@ -29,8 +29,6 @@ class FastPaths:
     """Drafts by an MTP head, if the checkpoint has one."""
     sparse_prefill: str | None
     """Execution of a plan that leaves prompt tokens out."""
-    snapshots: str | None
-    """Snapshots at any boundary of a prompt."""
     prefix_snapshots: str | None
     """Snapshots at boundaries within a chunk, which then need not end there; never while drafts are made by a model."""
 
@@ -48,11 +46,5 @@ class FastPaths:
             draft_model=rewind,
             mtp_head=mtp_loader.family_unsupported_reason(model_type),
             sparse_prefill=positions,
-            snapshots=unsupported_reason(cache),
-            prefix_snapshots=unsupported_reason(cache) or prefix_unsupported_reason(cache),
+            prefix_snapshots=prefix_unsupported_reason(cache),
         )
-
-    @property
-    def shared_prefix(self) -> str | None:
-        """Why prompts that come together with a common beginning do not compute it once and the rest in one forward."""
-        return self.snapshots or self.bursts

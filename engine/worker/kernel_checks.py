@@ -267,11 +267,11 @@ def _no_tokens(layer: Any, x: mx.array) -> Any:
 
 
 def _forward(layer: Any, x: mx.array, layer_cache: Any, start: int, mask: Any = None) -> mx.array:
-    """Return the layer's output for x [B, L, 128] behind `start` tokens."""
+    """Return the layer's output for x [B, L, 128] behind `start` tokens. mask: None for that of the rows' cache."""
     if layer.is_linear:
         return layer(x, None, layer_cache)
     positions = mx.broadcast_to(start + mx.arange(x.shape[1], dtype=mx.int32), (3, *x.shape[:2]))
-    if isinstance(layer_cache, BatchKVLayer):
+    if mask is None:
         layer_cache.cursor.start = mx.full(x.shape[0], start, mx.int32)
         mask = layer_cache.make_mask(x.shape[1])
     return layer(x, mask, layer_cache, positions, layer.self_attn.rotary_emb(x, positions))

@@ -97,6 +97,10 @@ class BatchKVLayer(BatchLayer):
         return self.cursor.start
 
     @property
+    def num_slots(self) -> int:
+        return self.keys.shape[2]
+
+    @property
     def state(self) -> list[mx.array]:
         return [self.keys, self.values]
 
@@ -161,13 +165,9 @@ class BatchCache:
 
     @classmethod
     def of(cls, row: SequenceCache, as_offset: bool = False) -> "BatchCache":
-        """Create a group of one row, which takes over the row's arrays.
-
-        Raises:
-            TypeError: A layer cannot be batched.
-        """
+        """Create a group of one row, which takes over the row's arrays."""
         cursor = Cursor(mx.zeros(1, mx.int32), 0, None, as_offset)
-        return cls([_rows_of(i, layer, cursor) for i, layer in enumerate(row)], cursor)
+        return cls([LAYERS[type(layer)].of(layer, cursor) for layer in row], cursor)
 
     def row(self, index: int, num_tokens: int) -> SequenceCache:
         """Return one row's caches with `num_tokens` tokens: lazy slices that later writes do not affect."""
@@ -177,7 +177,7 @@ class BatchCache:
         """Add rows, evaluated. When it raises, the rows are as before.
 
         Args:
-            rows: Caches of one row each, or the layers of another group.
+            rows: Caches of one row each.
             move: Free each layer of the new rows once it is copied; their caches must not be used afterwards.
         """
         before, done = self.num_rows, 0
@@ -218,8 +218,7 @@ class BatchCache:
     @property
     def num_slots(self) -> int:
         """Tokens of a row for which an attention layer has slots, at most; 0 without one."""
-        attention = [layer for layer in self.layers if hasattr(layer, "keys")]
-        return max((layer.keys.shape[2] * layer.tokens_per_slot for layer in attention), default=0)
+        return max((layer.num_slots for layer in self.layers), default=0)
 
     def at(self, start: mx.array, extent: int, uniform_start: int | None = None, record: bool = False) -> list[Any]:
         """Return the layers, prepared for a forward that writes at `start`; see Cursor.
@@ -285,15 +284,6 @@ LAYERS: dict[type, Any] = {
     ArraysCache: BatchRecurrentLayer,
 }
 """A row's cache -> the layer of a decode group. Exact types: subclasses store their state differently."""
-
-
-def _rows_of(i: int, cache: Any, cursor: Cursor) -> Any:
-    kind: Any = type(cache)
-    if kind is RotatingKVCache and cache.keep:
-        raise TypeError(f"layer {i}: a window that keeps its first {cache.keep} tokens cannot be batched")
-    if kind not in LAYERS or (kind is ArraysCache and any(slot is None for slot in cache.cache)):
-        raise TypeError(f"layer {i}: {kind.__name__} cannot be batched")
-    return LAYERS[kind].of(cache, cursor)
 
 
 def rounded(num_slots: int) -> int:

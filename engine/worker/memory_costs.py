@@ -13,14 +13,14 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
-from engine.core.batch import PLAIN, Drafts, ModelRunner
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
+from engine.core.runner import PLAIN, Drafts, ModelRunner
 from engine.protocol import MAX_TOP_LOGPROBS, EngineRequest, SamplingParams
 from engine.worker import loader
+from engine.worker.drafter import MAX_PENDING
 from engine.worker.drafting import most_draft_tokens
 from engine.worker.kv_cache import SLOTS_STEP
-from engine.worker.mtp import MAX_PENDING
 from engine.worker.patches import attention_cpu
 from engine.worker.quantized_kv import KVFormat
 from engine.worker.snapshot import StateSnapshot

@@ -94,7 +94,7 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
     yield f"media            {', '.join(['text', *sorted(opened.media_kinds)])}{_missing_media(opened)}"
     yield f"context          {opened.max_context_tokens} tokens{_scaling(opened.config)}"
     paths = FastPaths.of(language_model, opened.config["model_type"])
-    yield f"prefix cache     {paths.snapshots or 'yes'}"
+    yield "prefix cache     yes"
     yield f"bursts           {paths.bursts or 'yes'}"
     yield f"MTP head         {opened.head_dir or opened.mtp_status}"
     yield f"prompt lookup    {paths.prompt_lookup or 'yes'}"

@@ -8,7 +8,9 @@ import mlx.core as mx
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.batch import (
+from engine.core.memory.costs import MemoryCosts
+from engine.core.request import Request
+from engine.core.runner import (
     PLAIN,
     ChunkTime,
     Drafts,
@@ -20,8 +22,6 @@ from engine.core.batch import (
     RowSnapshot,
     StepTime,
 )
-from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request
 from engine.device_lock import lock_device
 from engine.process_lock import ProcessLock
 from engine.processing.checkpoint import image_processor_config
@@ -45,12 +45,10 @@ from engine.worker import (
 from engine.worker.burst import EQUAL_LENGTHS, BurstPrefill
 from engine.worker.decode import JoiningRow
 from engine.worker.decode_batch import DecodeBatch
-from engine.worker.draft_model import DraftModel
-from engine.worker.drafting import drafts_offered
+from engine.worker.drafting import drafting_head, drafts_offered
 from engine.worker.fast_paths import FastPaths
 from engine.worker.language_model import LanguageModel
 from engine.worker.log_odds import log_odds, unsupported_reason
-from engine.worker.mtp import DraftHead, MTPHead
 from engine.worker.pooling import PooledStates
 from engine.worker.prefill import Prefill, PromptState, first_tokens
 from engine.worker.processors import advance_matcher
@@ -111,7 +109,7 @@ class MLXRunner:
         num_split = 0
         if not loader.on_gpu() and blas.has_idle_core():
             num_split = split_products.install(model.module.language_model, model.mtp_head, model.draft)
-        self._head = _head_of(model, self._language_model)
+        self._head = drafting_head(model.draft, model.mtp_head, model.vocab_size, self._language_model)
         self._vision = self._make_vision(model, config)
         self._prefill = Prefill(self._language_model, self._head, self._vision, image_token_id(model.config))
         self._burst = BurstPrefill(self._language_model, self._head)
@@ -124,7 +122,6 @@ class MLXRunner:
         self.no_drafts: Mapping[Proposer, str]
         self.drafts, self.no_drafts = drafts_offered(config, self._head, model.mtp_status, self._language_model)
         self.image_token_id = self._prefill.image_token_id
-        self.no_snapshots = paths.snapshots
         self.snapshots_prefixes = paths.prefix_snapshots is None and self._head is None
         self.no_sparse = paths.sparse_prefill
         self.no_pooling = self._language_model.states_unsupported_reason()
@@ -330,9 +327,6 @@ class MLXRunner:
         prompt = self._prompt_of(rows)
         if prompt.pooled is not None:
             return self._pool(rows[0], prompt, prompt.pooled, max_tokens)
-        if (image := self._prefill.next_image(prompt, rows[0].spec.images)) is not None:
-            self._prefill.encode(prompt, image.num_blocks)
-            return PrefillOutput(0)
         num_tokens, logits = self._prefill.advance(prompt, max_tokens)
         if logits is None:
             return PrefillOutput(num_tokens)
@@ -381,7 +375,7 @@ class MLXRunner:
     def _joining_row(self, row: Request, prompt: PromptState, first: RowOutput, moves: bool) -> JoiningRow:
         """Return a joining row for a complete prompt. moves: see JoiningRow."""
         token_id, position = first.token_ids[0], prompt.next_position
-        looks_up = "prompt_lookup" not in self.no_drafts
+        looks_up = any(drafts.is_selective for drafts in self.drafts)
         return JoiningRow(row, prompt.cache, position, token_id, prompt.head_cache, prompt.hidden, moves, looks_up)
 
     def _forget_prompt(self, rows: Sequence[Request]) -> None:
@@ -420,13 +414,6 @@ def _advance_matchers(rows: Sequence[Request], first: Sequence[RowOutput]) -> No
     """Advance the rows' matchers by their first tokens, once nothing can fail: otherwise these are sampled again."""
     for row, output in zip(rows, first, strict=True):
         output.error = output.error or advance_matcher(row, output.token_ids)
-
-
-def _head_of(model: loader.LoadedModel, language_model: LanguageModel) -> DraftHead | None:
-    """Return the model that drafts, None without one."""
-    if model.draft is not None:
-        return DraftModel(model.draft, model.vocab_size)
-    return MTPHead(model.mtp_head, language_model) if model.mtp_head is not None else None
 
 
 def _exactness(language_model: LanguageModel) -> str:

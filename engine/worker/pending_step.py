@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from engine.core.batch import Drafts, RowOutput
 from engine.core.request import Request
+from engine.core.runner import Drafts, RowOutput
 from engine.worker.logprobs import Logprobs
 from engine.worker.processors import advance_matcher
 from engine.worker.prompt_lookup import TokenHistory

@@ -118,6 +118,10 @@ class BatchPoolLayer(BatchLayer):
         return cls(keys, values, cache.ratio, cursor)
 
     @property
+    def num_slots(self) -> int:
+        return self.keys.shape[2] * self.ratio
+
+    @property
     def state(self) -> list[mx.array]:
         return [self.keys, self.values]
 

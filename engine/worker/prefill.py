@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from engine.core.batch import ImageLeft, RowOutput
 from engine.core.request import Request
+from engine.core.runner import ImageLeft, RowOutput
 from engine.protocol import ImagePatches, InvalidRequest
+from engine.worker.drafter import DraftHead
 from engine.worker.kv_cache import SequenceCache, num_bytes, slots_like
 from engine.worker.language_model import ImageChunk, LanguageModel
-from engine.worker.mtp import DraftHead
 from engine.worker.pooling import PooledStates
 from engine.worker.prompt_logprobs import CHUNK_TOKENS, PromptLogprobs
 from engine.worker.row_kinds import appends, kind_of

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from engine.core.batch import NO_TOKEN
 from engine.core.request import Request
+from engine.core.runner import NO_TOKEN
 from engine.protocol import GRAMMAR_FAILED, SamplingParams
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import ArraysCache
 
+from engine.worker.batch_layer import BatchLayer
 from engine.worker.delta_rule import Factors
 
 
@@ -16,7 +17,7 @@ class NotRewindable(Exception):
 _Library: Any = ArraysCache  # some families write their states only into instances of it
 
 
-class BatchRecurrentLayer(_Library):
+class BatchRecurrentLayer(BatchLayer, _Library):
     """One recurrent layer of all rows, with slots such as (convolution window, state) [B, ...].
 
     While `recording`, it keeps what `commit` needs to return to the state after any token of the forward: all states
@@ -26,7 +27,6 @@ class BatchRecurrentLayer(_Library):
 
     lengths = left_padding = None  # no row is padded
     start_speculation = trim = None  # `recording` and `commit` stand for the library's transactions
-    appends = False
     is_factored = False  # for all layers of the delta rule in the process: see patches/gated_delta_rows.py
 
     def __init__(self, slots: Sequence[mx.array]):
@@ -40,6 +40,7 @@ class BatchRecurrentLayer(_Library):
     def of(cls, cache: ArraysCache, cursor: Any) -> "BatchRecurrentLayer":
         """Return a layer with one row, whose cache this is."""
         slots: list[Any] = cache.cache
+        assert all(slot is not None for slot in slots)
         return cls(slots)
 
     def __getitem__(self, index: int) -> mx.array:
@@ -144,7 +145,7 @@ class BatchRecurrentLayer(_Library):
         return cache
 
     def append(self, rows: Sequence[Any]) -> "BatchRecurrentLayer":
-        others = [row.slots if isinstance(row, BatchRecurrentLayer) else row.cache for row in rows]
+        others = [row.cache for row in rows]
         return BatchRecurrentLayer([stacked(slots) for slots in zip(self.slots, *others, strict=True)])
 
     def select(self, rows: mx.array, num_slots: int) -> "BatchRecurrentLayer":

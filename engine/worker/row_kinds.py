@@ -10,7 +10,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-from engine.worker.kv_cache import LAYERS, rounded
+from engine.worker.batch_layer import BatchLayer
+from engine.worker.kv_cache import rounded
 from engine.worker.pool_layer import PooledCache, pool_slots
 from engine.worker.quantized_kv import format_of
 from engine.worker.window_layer import last_tokens
@@ -21,6 +22,8 @@ class RowKind:
 
     appends = False
     """Whether keys and values lie in slots that never change, so that snapshots hold them in segments."""
+    is_recurrent = False
+    """Whether the state is one for all tokens."""
 
     def window(self, cache: Any) -> int:
         """Return how many tokens of the row a state has, at most; 0 if it is one for all tokens."""
@@ -47,6 +50,12 @@ class RowKind:
     def set_state(self, cache: Any, state: tuple[mx.array, ...], num_tokens: int) -> None:
         """Set the state of an empty cache. num_tokens: tokens that the state includes."""
         cache.cache = list(state)
+
+
+class RecurrentKind(RowKind):
+    """A state for all tokens."""
+
+    is_recurrent = True
 
 
 class WindowKind(RowKind):
@@ -107,7 +116,7 @@ class PoolKind(AppendingKind):
 
 
 KINDS: dict[type, RowKind] = {
-    ArraysCache: RowKind(),
+    ArraysCache: RecurrentKind(),
     RotatingKVCache: WindowKind(),
     PooledCache: PoolKind(),
     KVCache: AppendingKind(),
@@ -122,11 +131,9 @@ def kind_of(cache: Any) -> Any:
 
 def is_recurrent(cache: Any) -> bool:
     """Return whether a row's cache has a state for all tokens."""
-    return isinstance(cache, ArraysCache)
+    return kind_of(cache).is_recurrent
 
 
 def appends(layer: Any) -> bool:
     """Return whether a row's cache, or a layer of a decode group, keeps keys and values in slots that never change."""
-    if type(layer) in LAYERS.values():
-        return layer.appends
-    return isinstance(layer, tuple(KINDS)) and kind_of(layer).appends
+    return layer.appends if isinstance(layer, BatchLayer) else kind_of(layer).appends

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from engine.core.batch import NO_TOKEN
+from engine.core.runner import NO_TOKEN
 from engine.protocol import SamplingParams
 from engine.worker.ranking import best_first
 

@@ -19,8 +19,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from engine.core.batch import SEGMENT_ARRAYS
-from engine.worker.kv_cache import LAYERS, SequenceCache
+from engine.core.runner import SEGMENT_ARRAYS
+from engine.worker.kv_cache import SequenceCache
 from engine.worker.row_kinds import appends, kind_of
 
 SMALL_BYTES = 2**22
@@ -99,14 +99,6 @@ class StateSnapshot:
         return sum(array.nbytes for state in self.states for array in state) + (
             self.hidden.nbytes if self.hidden is not None else 0
         )
-
-
-def unsupported_reason(cache: SequenceCache) -> str | None:
-    """Return why a row with such layers cannot be cached, None if it can."""
-    for i, layer in enumerate(cache):
-        if type(layer) not in LAYERS:
-            return f"layer {i} keeps its state in a {type(layer).__name__}, which cannot be restored"
-    return None
 
 
 def prefix_unsupported_reason(cache: SequenceCache) -> str | None:

@@ -7,7 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.core.batch import (
+from engine.core.request import Request
+from engine.core.runner import (
     PLAIN,
     ChunkTime,
     Drafts,
@@ -17,7 +18,6 @@ from engine.core.batch import (
     RowSnapshot,
     StepTime,
 )
-from engine.core.request import Request
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.drafting import most_draft_tokens
 from engine.worker.snapshot import StateSnapshot
@@ -42,11 +42,10 @@ SAMPLED = SamplingParams(2**20, top_p=0.9, min_p=0.01, top_k=20, presence_penalt
 
 
 class Runner(Protocol):
-    """The part of core.batch.ModelRunner that warm-up uses."""
+    """The part of core.runner.ModelRunner that warm-up uses."""
 
     max_context_tokens: int
     drafts: Sequence[Drafts]
-    no_snapshots: str | None
     memory_limit_bytes: int
 
     @property
@@ -73,7 +72,7 @@ def time_steps(
         progress: Receives the share of the steps that are timed, after each number of rows and way to draft.
 
     Returns:
-        The times, and a snapshot of a row's prompt, None if the model supports none.
+        The times, and a snapshot of a row's prompt, None if its state contains NaN or inf.
     """
     prompt, rows, snapshot = np.zeros(NUM_TOKENS, np.int32), [], None
     times: list[StepTime] = []
@@ -83,7 +82,7 @@ def time_steps(
         while len(rows) < num_rows:
             row = Request(EngineRequest(f"warm-up-{len(rows)}", prompt, SamplingParams(2**20), ()))
             runner.prefill([row], len(prompt) // 2)
-            snapshot = runner.snapshot([row]) if runner.no_snapshots is None else None
+            snapshot = runner.snapshot([row])
             runner.prefill([row], len(prompt))
             rows.append(row)
         for drafts in (PLAIN, *runner.drafts):
@@ -98,7 +97,7 @@ def run_like_an_answer(runner: Runner, snapshot: StateSnapshot | None) -> None:
 
     Args:
         runner: A runner without rows; it has none afterwards.
-        snapshot: A snapshot of the prompts of `time_steps`; None if the model supports none.
+        snapshot: A snapshot of the prompts of `time_steps`; None if their state contains NaN or inf.
     """
     row = Request(EngineRequest("warm-up-answer", np.zeros(NUM_TOKENS, np.int32), SAMPLED, ()))
     if snapshot is not None:
@@ -129,10 +128,8 @@ def run_burst(runner: Runner) -> None:
 def snapshot_s(runner: Runner) -> float:
     """Return the seconds of taking a snapshot and restoring it: the same copies twice, whatever their size.
 
-    On a GPU they are the launches of some hundred small copies; 0 if the model supports no snapshots.
+    On a GPU they are the launches of some hundred small copies.
     """
-    if runner.no_snapshots is not None:
-        return 0.0
     row = Request(EngineRequest("warm-up-snapshot", np.zeros(NUM_TOKENS, np.int32), SamplingParams(1), ()))
     runner.prefill([row], NUM_TOKENS // 2)
     seconds: list[float] = []

@@ -27,6 +27,7 @@ class BatchWindowLayer(BatchLayer):
         cursor: Where the rows write, see kv_cache.Cursor.
     """
 
+    margin = RING_MARGIN
     row_kind: type[RotatingKVCache] = RotatingKVCache  # of one row's cache
 
     @classmethod
@@ -47,6 +48,10 @@ class BatchWindowLayer(BatchLayer):
     @property
     def offset(self) -> int | mx.array:
         return self.cursor.start if self.cursor.as_offset else self.cursor.extent
+
+    @property
+    def num_slots(self) -> int:
+        return self.keys.shape[2]
 
     @property
     def state(self) -> list[mx.array]:
@@ -105,8 +110,8 @@ class BatchWindowLayer(BatchLayer):
         return cache
 
     def append(self, rows: Sequence[Any]) -> "BatchWindowLayer":
-        """Return the layer with more rows: RotatingKVCaches of one row each, or layers of other groups."""
-        others = [row if isinstance(row, BatchWindowLayer) else self.of(row, self.cursor) for row in rows]
+        """Return the layer with more rows, given the cache of each."""
+        others = [self.of(row, self.cursor) for row in rows]
         num_slots = max(layer.keys.shape[2] for layer in [self, *others])
         keys, values = (
             mx.concatenate([_padded(slots, num_slots) for slots in arrays])

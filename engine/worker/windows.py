@@ -2,17 +2,11 @@
 
 from typing import Any
 
-from mlx_vlm.models.cache import (
-    ArraysCache,
-    CacheList,
-    ChunkedKVCache,
-    PoolingCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_vlm.models.cache import make_prompt_cache
 
-from engine.processing.reference_config import RECURRENT, Reach, declared_reaches, pooled_reach, text_section
+from engine.processing.reference_config import RECURRENT, Reach, declared_reaches, text_section
 from engine.protocol import EngineFailed
+from engine.worker.layer_caches import reach_of
 
 PATTERN = (
     *("sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern", "attention_chunk_size"),
@@ -55,18 +49,7 @@ def check_windows(language_model: Any, config: dict[str, Any], max_context_token
 
 def found_reaches(language_model: Any) -> list[Reach]:
     """Return the reach of each layer of the library's module, by its caches."""
-    return [_reach(layer) for layer in make_prompt_cache(language_model)]
-
-
-def _reach(cache: Any) -> Reach:
-    parts = cache.caches if isinstance(cache, CacheList) else (cache,)
-    for part in parts:
-        if isinstance(part, RotatingKVCache):
-            ratio = next((pool.ratio for pool in parts if isinstance(pool, PoolingCache)), None)
-            return part.max_size if ratio is None else pooled_reach(part.max_size, ratio)
-        if isinstance(part, ChunkedKVCache):
-            return part.chunk_size
-    return RECURRENT if all(isinstance(part, ArraysCache) for part in parts) else None
+    return [reach_of(layer) for layer in make_prompt_cache(language_model)]
 
 
 def _described(reach: Reach) -> str:

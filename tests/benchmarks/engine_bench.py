@@ -33,9 +33,9 @@ import psutil
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig, MTPConfig
-from engine.core.batch import PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.core.engine_core import EngineCore
 from engine.core.request import Request
+from engine.core.runner import PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.core.scheduler_output import Published
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer

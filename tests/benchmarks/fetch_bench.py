@@ -98,8 +98,8 @@ async def started(stack: AsyncExitStack, model: Path, disk: Path) -> AsyncEngine
 
 def evict_all(core: EngineCore) -> None:
     """Leave all snapshots on disk alone."""
-    assert core.prefix._disk is not None
-    core.prefix._disk._files.flush()
+    assert core.prefixes._disk is not None
+    core.prefixes._disk._files.flush()
     core.free_evictable()
 
 
@@ -119,10 +119,10 @@ async def holder_of(there: AsyncEngine, spec: EngineRequest) -> PrefixHolder:
 
     def find(core: EngineCore) -> PrefixHolder:
         key = key_of_tokens(spec, spec.token_ids, core.runner)
-        entry = core.prefix.store.match(key, len(key) - 1)
-        assert entry is not None and core.prefix._disk is not None
-        assert core.prefix.write_now(entry.digest)
-        core.prefix._disk._files.flush()
+        entry = core.prefixes.store.match(key, len(key) - 1)
+        assert entry is not None and core.prefixes._disk is not None
+        assert core.prefixes.write_now(entry.digest)
+        core.prefixes._disk._files.flush()
         return PrefixHolder(there.placement_facts()["snapshots"], entry.digest, entry.num_tokens)
 
     return await there._thread.call(find)

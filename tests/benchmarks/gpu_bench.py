@@ -31,9 +31,9 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.batch import Drafts
 from engine.core.engine_core import EngineCore
 from engine.core.request import Request
+from engine.core.runner import Drafts
 from engine.core.scheduler_output import Published
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.kv_cache import SequenceCache

@@ -26,7 +26,7 @@ import numpy as np
 
 import engine.worker  # noqa: F401  # before MLX
 from engine.config import EngineConfig
-from engine.core.batch import Proposer
+from engine.core.runner import Proposer
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner

@@ -91,7 +91,7 @@ def client(base: str, arm: Arm) -> dict[str, Any]:
 
 def step_cost_us(rows: int, seconds: float = 3.0) -> float:
     """CPU time of one paced step of a core with `rows` rows whose publish does nothing. Of this process."""
-    config = EngineConfig.model_validate({"max_running": rows})
+    config = EngineConfig.model_validate({"max_running": rows, "prefix_cache": {"enabled": False}})
     core = EngineCore(config, make_paced_runner(config, lambda _: None), publish=lambda _: None)
     for number in range(rows):
         sampling = SamplingParams(max_tokens=1 << 16, seed=number)

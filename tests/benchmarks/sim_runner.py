@@ -14,7 +14,10 @@ from unittest.mock import patch
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.batch import (
+from engine.core.engine_core import EngineCore
+from engine.core.memory.costs import MemoryCosts
+from engine.core.request import Request, RequestState
+from engine.core.runner import (
     PLAIN,
     SEGMENT_ARRAYS,
     ChunkTime,
@@ -26,9 +29,6 @@ from engine.core.batch import (
     RowSnapshot,
     StepTime,
 )
-from engine.core.engine_core import EngineCore
-from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request, RequestState
 from engine.core.scheduler_output import Published
 from engine.placement import ConversationKeys
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams, TokenChunk
@@ -228,7 +228,6 @@ class ClockRunner:
     max_context_tokens = 262_144
     vocab_size = VOCAB_SIZE
     image_token_id: int | None = None
-    no_snapshots: str | None = None
     snapshots_prefixes = False
     no_sparse: str | None = "no sparse plans in the simulation"
     no_pooling: str | None = "no embeddings in the simulation"
@@ -682,7 +681,7 @@ class Simulation:
         )
         self._open[request_id], self._by_request[request_id] = (ask, then), ask
         self.runner.answers[request_id] = [*ask.answer, STOP]
-        self.core.add_request(self.core.clamp_max_tokens(request))
+        self.core.add_request(self.core.budget.needs.clamp_max_tokens(request, self.core.pinned_bytes))
 
     def _published(self, chunks: Published) -> None:
         for row_id, chunk in chunks.items():

@@ -21,8 +21,8 @@ from mlx_vlm.speculative.drafters import qwen3_5_mtp
 from mlx_vlm.utils import get_model_and_args
 
 from engine.config import EngineConfig
-from engine.core.batch import Drafts
 from engine.core.request import Request
+from engine.core.runner import Drafts
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import loader
 from engine.worker.heads.eagle3 import Eagle3Head, eagle3_config

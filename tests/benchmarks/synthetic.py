@@ -13,8 +13,8 @@ from deployments.app import AppArgs, build_app
 from deployments.model_replica import ModelReplica
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.core.batch import PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.core.request import Request
+from engine.core.runner import PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer
 from tests.support.fake_runner import NoSnapshots
@@ -90,7 +90,8 @@ class SyntheticReplica(_Replica):
             self._runner = make_paced_runner(config, progress)
             return self._runner
 
-        self._engine = AsyncEngine(config, make_runner)
+        cacheless = config.prefix_cache.model_copy(update={"enabled": False})
+        self._engine = AsyncEngine(config.model_copy(update={"prefix_cache": cacheless}), make_runner)
         await self._engine.wait_ready()
 
     async def set_spread(self, spread: bool) -> None:

@@ -13,7 +13,7 @@ import pytest
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core import progress
-from engine.core.batch import PLAIN, PrefillOutput, RowOutput, StepTime
+from engine.core.runner import PLAIN, PrefillOutput, RowOutput, StepTime
 from engine.protocol import (
     ContextLengthExceeded,
     EngineFailed,

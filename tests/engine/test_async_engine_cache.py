@@ -52,7 +52,7 @@ def test_the_status_and_clearing_are_answered_between_steps():
 def test_a_failed_status_query_does_not_harm_the_engine(monkeypatch):
     async def test(engine: AsyncEngine) -> None:
         assert engine._thread.worker is not None
-        monkeypatch.setattr(engine._thread.worker.prefix, "status", lambda: 1 / 0)
+        monkeypatch.setattr(engine._thread.worker.prefixes, "status", lambda: 1 / 0)
         with pytest.raises(EngineFailed, match="ZeroDivisionError"):
             await engine.cache_status()
         assert await ask(engine, request("a"), request("b")) == [0, 50]
@@ -135,13 +135,14 @@ def test_disk_and_pins_without_a_cache_are_refused():
         EngineConfig.model_validate(pins("You sell fruit.", enabled=False, disk={"path": "/tmp/x"}))
 
 
-def test_a_disk_for_a_model_that_cannot_be_cached_ends_the_start(tmp_path: Path):
+def test_a_disk_that_cannot_be_used_ends_the_start_and_closes_the_runner(tmp_path: Path):
+    (tmp_path / "file").touch()
+
     async def main() -> None:
         runner = FakeRunner()
-        runner.no_snapshots = "layer 3 cannot"
-        config = EngineConfig.model_validate({"prefix_cache": {"disk": {"path": str(tmp_path)}}})
+        config = EngineConfig.model_validate({"prefix_cache": {"disk": {"path": str(tmp_path / "file")}}})
         engine = AsyncEngine(config, lambda config, progress: runner)
-        with pytest.raises(EngineFailed, match="no effect with this model: layer 3 cannot"):
+        with pytest.raises(EngineFailed, match="file"):
             await engine.wait_ready()
         assert runner.closed
         await engine.shutdown()

@@ -68,13 +68,13 @@ async def clear_files(engine: AsyncEngine) -> None:
         if disk["num_files"]:
             break
         await asyncio.sleep(0.01)
-    removed = await engine._thread.call(lambda core: core.prefix.clear_files())
+    removed = await engine._thread.call(lambda core: core.prefixes.clear_files())
     assert removed is not None and await asyncio.wrap_future(removed)
 
 
 async def holder_of(engine: AsyncEngine, num_tokens: int) -> PrefixHolder:
     digest = await engine._thread.call(
-        lambda core: next(e.digest for e in core.prefix.store.nodes() if e.num_tokens == num_tokens)
+        lambda core: next(e.digest for e in core.prefixes.store.nodes() if e.num_tokens == num_tokens)
     )
     return PrefixHolder(engine.placement_facts()["snapshots"], digest, num_tokens)
 
@@ -108,7 +108,7 @@ def test_a_failure_to_write_for_another_node_does_not_harm_the_engine(tmp_path, 
         holder = await holder_of(there, LENGTH)
         await clear_files(there)
         assert there._thread.worker is not None
-        monkeypatch.setattr(there._thread.worker.prefix, "write_now", lambda digest: 1 / 0)
+        monkeypatch.setattr(there._thread.worker.prefixes, "write_now", lambda digest: 1 / 0)
         assert await ask(here, replace(request("again", *turns(4)), holder=holder)) == 0
         assert await ask(there, request("u", *turns(4))) == LENGTH
 

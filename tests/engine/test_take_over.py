@@ -78,7 +78,7 @@ async def converse(one: AsyncEngine, conversation: int, num_turns: int) -> None:
 
 
 async def flush(one: AsyncEngine) -> None:
-    files = await one._thread.call(lambda core: core.prefix._disk._files)  # type: ignore[union-attr]
+    files = await one._thread.call(lambda core: core.prefixes._disk._files)  # type: ignore[union-attr]
     await asyncio.to_thread(files.flush)
 
 

@@ -14,8 +14,8 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.batch import PLAIN, Drafts
 from engine.core.request import Request
+from engine.core.runner import PLAIN, Drafts
 from engine.protocol import EngineRequest, SamplingParams
 from tests.metal import emulator
 from tests.support import families

@@ -160,7 +160,7 @@ def test_each_turn_of_an_agent_prefills_little_more_than_its_new_tokens(runner, 
     share = sum(prefilled) / sum(lengths)
     print(f"\n{nudges}: prefilled {sum(prefilled)} of {sum(lengths)} ({share:.0%}), excess {max(excess)}")  # noqa: T201
     assert share < 0.4
-    assert engines.cached.core.prefix.store.integrity_error() is None
+    assert engines.cached.core.prefixes.store.integrity_error() is None
 
 
 def test_boundaries_of_any_conversation_serve_nearly_all_of_its_known_tokens(planner):
@@ -193,7 +193,7 @@ def test_a_message_hoisted_into_the_system_part_costs_a_full_prefill_and_the_mis
     hoisted = plan(planner, "hoisted", talk, "hoist", **THINKING)
     num_common = engines.num_known(hoisted)
     assert engines.ask(hoisted) == len(hoisted.token_ids)
-    told = engines.cached.core.prefix.status().recent_misses[0]
+    told = engines.cached.core.prefixes.status().recent_misses[0]
     assert told.request_id == engines.requests[1].request_id
     assert (told.reason, told.num_cached, told.num_common) == ("text", 0, num_common)
     system = before.boundaries[0]
@@ -216,7 +216,7 @@ def test_two_alternating_agents_both_keep_their_cached_prefixes(runner, planner)
             num_new = len(spec.token_ids) - engines.num_known(spec)
             assert engines.ask(spec) <= num_new + SLACK
             talk.append({"role": "assistant", "content": text(random.Random(turn), 3)})
-    status = engines.cached.core.prefix.status()
+    status = engines.cached.core.prefixes.status()
     assert (status.num_hits, status.num_misses) == (4, 2) and status.num_evicted == 0
 
 
@@ -225,7 +225,7 @@ def test_changed_tools_are_named_by_the_miss_and_changed_thinking_still_hits_the
     engines = Engines(runner)
     engines.ask(plan(planner, "two tools", talk, tools=TOOLS))
     engines.ask(plan(planner, "one tool", talk, tools=TOOLS[:1]))
-    told = engines.cached.core.prefix.status().recent_misses[0]
+    told = engines.cached.core.prefixes.status().recent_misses[0]
     assert told.reason == "tools" and told.num_cached == 0
     assert told.num_common < engines.requests[0].boundaries[0].num_tokens
     engines.ask(plan(planner, "two tools again", talk, tools=TOOLS))
@@ -242,14 +242,14 @@ def test_a_tenant_hits_only_its_own_snapshots(runner, planner):
     tenants = ["", secret, "another", secret, "", "another"]
     for number, tenant in enumerate(tenants):
         engines.ask(plan(planner, f"request {number}", talk, tenant=tenant, tools=TOOLS))
-    status = engines.cached.core.prefix.status()
+    status = engines.cached.core.prefixes.status()
     served = [Answer.of(engines.cached, spec.request_id).num_cached for spec in engines.requests]
     assert served == [0, 0, 0, *[engines.requests[0].boundaries[-1].num_tokens] * 3]
     assert [miss.reason for miss in status.recent_misses] == ["tenant", "tenant", "cold"]
     assert len({entry.tenant for entry in status.entries}) == 3
     assert secret not in repr(status), "the name of a tenant may be a password"
     assert not any(miss.stored_token_ids for miss in status.recent_misses)
-    assert engines.cached.core.prefix.store.integrity_error() is None
+    assert engines.cached.core.prefixes.store.integrity_error() is None
 
 
 def see(planner: PromptPlanner, pictures: Sequence[ImagePatches], *more: str) -> EngineRequest:
@@ -271,7 +271,7 @@ def test_another_image_misses_the_cache_and_gets_another_answer(runner, planner,
     system, length = spec.boundaries[0].num_tokens, len(spec.token_ids)
     assert engines.ask(spec) == length
     assert engines.ask(see(planner, [blue])) == length - system
-    told = engines.cached.core.prefix.status().recent_misses[0]
+    told = engines.cached.core.prefixes.status().recent_misses[0]
     assert told.reason == "image" and told.num_cached == system
     assert told.num_common <= int(np.flatnonzero(spec.token_ids == runner.image_token_id)[0])
     rest = length - spec.boundaries[-1].num_tokens
@@ -319,16 +319,16 @@ def test_a_miss_tells_whether_its_snapshot_was_cleared_or_evicted(runner):
     requests = [plain_request(f"r{i}", plain_tokens(i, 60), plain_tokens(i, 9), max_tokens=1) for i in range(2)]
     driver = Driver(runner, cache_config(boundaries=("system",)))
     driver.run({0: requests[:1]})
-    driver.core.prefix.clear()
+    driver.core.prefixes.clear()
     driver.run({0: [replace(requests[0], request_id="cleared")]})
-    told = driver.core.prefix.status().recent_misses[0]
+    told = driver.core.prefixes.status().recent_misses[0]
     assert (told.request_id, told.reason, told.boundary_tokens) == ("cleared", "cleared", 60)
-    room = 2.5 * driver.core.prefix.status().num_bytes / 2**30
+    room = 2.5 * driver.core.prefixes.status().num_bytes / 2**30
     driver = Driver(runner, cache_config(boundaries=("system",), max_gb=room))
     driver.run({0: requests[:2]})
     driver.run({0: [replace(requests[0], request_id="used")]})  # so that the other one goes
-    assert driver.core.prefix.memory.evict()
+    assert driver.core.prefixes.memory.evict()
     driver.run({0: [replace(requests[0], request_id="still there")], 1: [replace(requests[1], request_id="evicted")]})
     assert Answer.of(driver, "still there").num_cached == 60
-    told = driver.core.prefix.status().recent_misses[0]
+    told = driver.core.prefixes.status().recent_misses[0]
     assert (told.request_id, told.reason, told.num_common, told.boundary_tokens) == ("evicted", "evicted", 60, 60)

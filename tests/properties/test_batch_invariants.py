@@ -24,14 +24,15 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig
-from engine.core.batch import Drafts, RowOutput
 from engine.core.request import Request
+from engine.core.runner import Drafts, RowOutput
 from engine.protocol import EngineRequest, GrammarSpec, SamplingParams, TokenLogprobs
 from engine.worker.model_runner import MLXRunner
 from engine.worker.sampler import Sampler
 from tests.support.cold_runner import load_cold
 from tests.support.conversations import agree
 from tests.support.demo_model import DEMO
+from tests.support.driver import encode_images
 from tests.support.schedule_runs import NUM_SCHEDULES, check_many
 from tests.support.schedules import Ending, Execution, Schedule, Specimens
 
@@ -283,6 +284,7 @@ def _plain(name: str, num_prompt_tokens: int) -> Request:
 
 def _logprobs_of(runner: MLXRunner, row: Request, num_drafts: int, leaves: str | None = None) -> list[TokenLogprobs]:
     """Return the logprobs of the row's first tokens; the row `leaves` is dropped when this one has joined."""
+    encode_images(runner, row)
     while (first := runner.prefill([row], 100).first) is None:
         pass
     logprobs = list(first[row.id].logprobs)

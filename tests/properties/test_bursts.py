@@ -116,7 +116,7 @@ def test_a_burst_that_fails_costs_no_request(tiny, seam, call, phase):
     }
     assert driver.core.stats.failed_steps_in_a_row == 0 and driver.core.budget.reserved_bytes == 0
     assert tiny.memory()["prefill_cache_bytes"] == tiny.memory()["decode_cache_bytes"] == 0
-    driver.core.prefix.check_integrity()
+    driver.core.prefixes.check_integrity()
 
 
 def test_a_prompt_that_fails_in_a_burst_fails_alone(tiny, monkeypatch):
@@ -146,7 +146,7 @@ def test_memory_of_bursts_never_exceeds_the_budget(tiny, cache):
     books.run(requests(16, (20, 33, 60), 30))
     assert books.core.stats.num_bursts
     assert books.least_margin >= 1 - HEADROOM_SHARE and books.budget.reserved_bytes == 0
-    books.core.prefix.store.reset()
+    books.core.prefixes.store.reset()
 
 
 def check_bursts_of_the_demo_model() -> None:

@@ -45,14 +45,14 @@ def test_an_answer_whose_snapshot_fails_is_still_delivered(broken: set[str]):
     driver = Driver(runner, config())
     request = plain_request("first", plain_tokens("first", 60), max_tokens=NUM_ANSWER)
     assert driver.run({0: [request]})["first"] == answer(request)
-    kinds = [entry.kind for entry in driver.core.prefix.status().entries]
+    kinds = [entry.kind for entry in driver.core.prefixes.status().entries]
     assert ("answer" in kinds) == (not broken)
 
 
 def test_answers_are_not_cached_where_the_configuration_turns_it_off():
     driver = Driver(FakeRunner(), config(answers=False))
     driver.run({0: [plain_request("first", plain_tokens("first", 60), max_tokens=NUM_ANSWER)]})
-    assert "answer" not in [entry.kind for entry in driver.core.prefix.status().entries]
+    assert "answer" not in [entry.kind for entry in driver.core.prefixes.status().entries]
 
 
 def test_answers_that_are_never_continued_are_cached_only_occasionally_until_one_is():

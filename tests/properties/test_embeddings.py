@@ -101,7 +101,7 @@ def test_decoding_rows_go_on_between_the_chunks_of_an_embedding(tiny):
 def test_an_embedding_leaves_no_memory_and_no_snapshot_behind(tiny):
     driver = Driver(tiny)
     driver.run({0: [embedding_of("a", 90), embedding_of("b", 90, "mean")], 1: [embedding_of("a again", 90)]})
-    assert driver.core.prefix.status().num_entries == 0
+    assert driver.core.prefixes.status().num_entries == 0
     assert driver.core.budget.status()["row_bytes"] == 0
     assert tiny.memory()["prefill_cache_bytes"] == 0
     assert driver.core.stats.num_finished == 3
@@ -176,4 +176,4 @@ def test_an_embedding_that_does_not_fit_in_memory_is_refused(tiny):
     core = Driver(tiny).core
     core.budget.needs.limit_bytes = core.budget.costs.base_bytes + 1
     with pytest.raises(MemoryExceeded):
-        core.clamp_max_tokens(embedding_of("e", 64))
+        core.budget.needs.clamp_max_tokens(embedding_of("e", 64), core.pinned_bytes)

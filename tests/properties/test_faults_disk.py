@@ -38,11 +38,11 @@ async def evict(bench: Bench) -> None:
     """All that is in memory, once it is written."""
 
     def go(core: EngineCore) -> int:
-        assert core.prefix._disk is not None
-        core.prefix._disk._files.flush()
-        entries = [entry for entry in core.prefix.store.nodes() if entry.snapshot is not None]
+        assert core.prefixes._disk is not None
+        core.prefixes._disk._files.flush()
+        entries = [entry for entry in core.prefixes.store.nodes() if entry.snapshot is not None]
         for entry in entries:
-            core.prefix.store.evict(entry)
+            core.prefixes.store.evict(entry)
         return len(entries)
 
     assert await bench.engine._thread.call(go) > 0

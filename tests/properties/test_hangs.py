@@ -173,7 +173,7 @@ def test_a_hanging_status_query_is_handled_like_a_hanging_step(bench: Bench, mon
     async def test() -> None:
         core = other.engine._thread.worker
         assert core is not None
-        monkeypatch.setattr(core.prefix, "status", lambda: hang())
+        monkeypatch.setattr(core.prefixes, "status", lambda: hang())
         asked = asyncio.create_task(other.engine.cache_status())
         await until(hang.began.is_set)
         reader = Reader(other.engine, PLAIN)

@@ -84,8 +84,8 @@ class Conversations:
             if rng.random() < 0.005:
                 core.free_evictable()
             self.go_on()
-        assert not core.has_work and core.prefix.store.integrity_error() is None
-        assert core.prefix.store.counters.num_integrity_errors == 0
+        assert not core.has_work and core.prefixes.store.integrity_error() is None
+        assert core.prefixes.store.counters.num_integrity_errors == 0
         memory = self.runner.memory()
         assert memory["decode_cache_bytes"] == 0 and memory["prefill_cache_bytes"] == 0
 
@@ -109,7 +109,7 @@ class Conversations:
         ids = np.concatenate([ids, plain_tokens("generation", 3)]).astype(np.int32)
         sampling = SamplingParams(rng.choice([3, 17, 22]), temperature=rng.choice([0.0, 1.0]), seed=len(self.sent))
         request = EngineRequest(name, ids, sampling, (), boundaries=boundaries)
-        if self.driver.core.clamp_max_tokens(request) != request:
+        if self.driver.core.budget.needs.clamp_max_tokens(request, self.driver.core.pinned_bytes) != request:
             request = replace(request, token_ids=self.system, boundaries=())
         self.sent[name] = request
         self.open[name] = number

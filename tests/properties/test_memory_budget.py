@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import PLAIN, Drafts
 from engine.core.memory.budget import HEADROOM_SHARE
 from engine.core.prompt import Prompt
 from engine.core.request import Request
+from engine.core.runner import PLAIN, Drafts
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.driver import Driver
@@ -184,8 +184,8 @@ def test_memory_with_cached_prefixes_and_aborted_rows_never_exceeds_the_budget(d
     ]
     books.run(made, aborted=("r1", "r6"))
     assert books.least_margin >= 1 - HEADROOM_SHARE and books.budget.reserved_bytes == 0
-    assert books.core.prefix.store.num_bytes > 0 and books.core.stats.num_cached_tokens > 0
-    books.core.prefix.store.reset()
+    assert books.core.prefixes.store.num_bytes > 0 and books.core.stats.num_cached_tokens > 0
+    books.core.prefixes.store.reset()
 
 
 def test_a_tight_memory_limit_delays_tokens_but_does_not_change_them(wide: MLXRunner):

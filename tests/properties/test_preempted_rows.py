@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import ModelRunner
 from engine.core.prefix_cache.snapshot_boundaries import LEAST_TOKENS
+from engine.core.runner import ModelRunner
 from engine.protocol import EngineRequest
 from tests.support.conversations import plain_request, plain_tokens
 from tests.support.driver import Driver
@@ -38,7 +38,7 @@ def preempt_after(driver: Driver, num_steps: int) -> int:
     if "row/0" in scheduler._running:  # else it has ended
         scheduler.preempt(scheduler._running["row/0"], "growth")
     driver.run({0: []})
-    assert driver.core.prefix.store.integrity_error() is None
+    assert driver.core.prefixes.store.integrity_error() is None
     return stats.num_prompt_tokens - before
 
 
@@ -86,7 +86,7 @@ def test_a_preempted_row_whose_state_cannot_be_saved_is_recomputed(broken):
     assert driver.tokens["row"] == answer(requests[0])
     failed = {name for name, error in driver.errors.items() if error}
     assert failed == ({"other", "third"} if broken == "pending" else set()), "those of the failed step"
-    assert driver.core.prefix.store.integrity_error() is None
+    assert driver.core.prefixes.store.integrity_error() is None
 
 
 def test_a_preempted_prompt_continues_behind_its_last_chunk(runner):
@@ -101,7 +101,7 @@ def test_a_preempted_prompt_continues_behind_its_last_chunk(runner):
     scheduler.preempt(prefill, "growth")
     assert driver.run({0: []}) == cold
     assert driver.core.stats.num_prompt_tokens == 200 and driver.core.stats.num_preempted == 1
-    assert driver.core.prefix.store.integrity_error() is None
+    assert driver.core.prefixes.store.integrity_error() is None
 
 
 @pytest.mark.parametrize("mtp", ["off", {"max_draft_tokens": 3}])
@@ -115,4 +115,4 @@ def test_a_prompt_preempted_by_urgent_requests_recomputes_no_token(runner, mtp):
     assert driver.run({0: [low], **arrivals}) == cold
     stats = driver.core.stats
     assert stats.num_preempted >= 1 and stats.num_prompt_tokens == 400 + 3 * 30
-    assert driver.core.prefix.store.integrity_error() is None
+    assert driver.core.prefixes.store.integrity_error() is None

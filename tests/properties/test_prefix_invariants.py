@@ -258,15 +258,15 @@ def test_memory_after_random_traffic_equals_the_accounted_bytes_of_the_cache(exa
         for _ in range(rng.choice([0, 0, 1, 2, 6])):
             with bench.faults() if rng.random() < 0.03 else nullcontext():
                 driver.core.step()
-            status = driver.core.prefix.status()
+            status = driver.core.prefixes.status()
             assert status.num_bytes <= status.max_bytes == int(max_gb * 2**30)
         if rng.random() < 0.2:
             driver.core.abort(str(number - rng.randint(0, 2)))
         if not driver.core.has_work:
-            assert driver.core.prefix.store.integrity_error() is None
+            assert driver.core.prefixes.store.integrity_error() is None
     while driver.core.has_work:
         driver.core.step()
-    prefix = driver.core.prefix
+    prefix = driver.core.prefixes
     assert prefix.store.integrity_error() is None and prefix.status().num_integrity_errors == 0
     # What is kept depends on measured times.
     assert prefix.status().num_evicted > 5 and prefix.status().num_hits > 5
@@ -292,8 +292,8 @@ def test_a_snapshot_takes_exactly_its_accounted_bytes(exactly, name, lengths):
     base = _active_bytes(runner)
     driver = Driver(runner, cache_config())
     driver.run({0: [request]})
-    assert driver.core.prefix.status().num_entries == 2
-    held, told = _active_bytes(runner) - base, driver.core.prefix.status().num_bytes
+    assert driver.core.prefixes.status().num_entries == 2
+    held, told = _active_bytes(runner) - base, driver.core.prefixes.status().num_bytes
     assert held == told
 
 
@@ -389,7 +389,7 @@ def test_a_state_that_is_not_finite_is_not_cached(bench_of):
         for name in ("sick", "again"):
             driver.run({0: [replace(sick, request_id=name)]})
             assert driver.finish[name] is FinishReason.ERROR
-            assert [entry.num_tokens for entry in driver.core.prefix.status().entries] == [40]
+            assert [entry.num_tokens for entry in driver.core.prefixes.status().entries] == [40]
     finally:
         embedding.weight = weight
     driver.run({0: [sound]})

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import Drafts
 from engine.core.request import Request
+from engine.core.runner import Drafts
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 

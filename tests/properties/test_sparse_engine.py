@@ -80,9 +80,9 @@ def assert_empty(driver: Driver) -> None:
     """No rows, and nobody holds a snapshot any more."""
     core, memory = driver.core, driver.core.runner.memory()
     assert not core.has_work and memory["decode_cache_bytes"] == memory["prefill_cache_bytes"] == 0
-    assert core.prefix.store.integrity_error() is None and core.prefix.status().num_integrity_errors == 0
-    core.prefix.clear()
-    assert core.prefix.status().num_bytes == core.prefix.status().num_entries == 0
+    assert core.prefixes.store.integrity_error() is None and core.prefixes.status().num_integrity_errors == 0
+    core.prefixes.clear()
+    assert core.prefixes.status().num_bytes == core.prefixes.status().num_entries == 0
 
 
 @pytest.mark.parametrize("name", ["foreign head", "no head"])
@@ -106,7 +106,7 @@ def test_the_longest_snapshot_that_is_no_longer_than_the_gap_serves_a_plan(load,
         driver.run({0: [replace(spec, request_id="dense")]})
         assert_same(Answer.of(driver, "dense"), dense, lengths)
         assert Answer.of(driver, "dense").num_cached == max(lengths, default=0)
-        assert sorted(entry.num_tokens for entry in driver.core.prefix.status().entries) == list(lengths)
+        assert sorted(entry.num_tokens for entry in driver.core.prefixes.status().entries) == list(lengths)
 
 
 @pytest.mark.parametrize(("name", "chunk"), [("alternating", 16), ("no head", 2048)])
@@ -120,7 +120,7 @@ def test_boundaries_before_the_first_gap_are_cached_for_all_prompts_and_none_beh
     driver.run({0: [sparse]})
     all_kept = end == 149  # then the end of the prompt is in front of no gap
     lengths = [n for n in (50, 90) if n <= end] + [149] * all_kept
-    assert sorted(entry.num_tokens for entry in driver.core.prefix.status().entries) == lengths
+    assert sorted(entry.num_tokens for entry in driver.core.prefixes.status().entries) == lengths
     served = max(lengths, default=0)
     others = [("again", sparse, served), ("dense", spec, served), ("dense again", spec, 149), ("late", sparse, served)]
     for request_id, one, num_cached in others:
@@ -131,7 +131,7 @@ def test_boundaries_before_the_first_gap_are_cached_for_all_prompts_and_none_beh
     driver.run({0: [replace(sparse, request_id="other tenant", tenant="other")]})
     assert_same(Answer.of(driver, "other tenant"), cold, "other tenant")
     assert Answer.of(driver, "other tenant").num_cached == 0
-    driver.core.prefix.clear()
+    driver.core.prefixes.clear()
     driver.run({0: [replace(sparse, request_id="cleared")]})
     assert_same(Answer.of(driver, "cleared"), cold, "cleared")
     assert Answer.of(driver, "cleared").num_cached == 0
@@ -195,7 +195,7 @@ def test_a_sparse_prompt_failed_or_aborted_midway_leaves_no_state_behind_its_gap
     other = np.append(spec.token_ids[:45], [20, 21, 22])
     first = replace(tokens_of("first"), token_ids=other, boundaries=(Boundary("system", 40),))
     driver.run({0: [first]})
-    kept = driver.core.prefix.status().num_bytes
+    kept = driver.core.prefixes.status().num_bytes
     driver.core.add_request(replace(spec, request_id="ends"))
     for _ in range(num_steps):
         driver.core.step()
@@ -205,11 +205,11 @@ def test_a_sparse_prompt_failed_or_aborted_midway_leaves_no_state_behind_its_gap
             driver.core.step()
         assert driver.finish["ends"] is FinishReason.ERROR
         assert {chunk.num_skipped for chunk in driver.chunks["ends"]} == {200 - num_computed(spec)}
-        assert driver.core.prefix.status().num_bytes == kept
+        assert driver.core.prefixes.status().num_bytes == kept
     else:
         driver.core.abort("ends")
     driver.run({0: []})
-    assert all(entry.num_tokens <= 80 for entry in driver.core.prefix.status().entries)
+    assert all(entry.num_tokens <= 80 for entry in driver.core.prefixes.status().entries)
     driver.run({0: [replace(spec, request_id="again")]})
     assert_same(Answer.of(driver, "again"), cold, "again")
     assert Answer.of(driver, "again").num_cached >= 40
@@ -228,7 +228,7 @@ def test_memory_after_random_sparse_prompts_equals_the_accounted_bytes_of_the_ca
         base = _active_bytes(runner)
         driver = Driver(runner, cache_config())
         _storm(driver, rng)
-        held, told = _active_bytes(runner) - base, driver.core.prefix.status().num_bytes
+        held, told = _active_bytes(runner) - base, driver.core.prefixes.status().num_bytes
         assert abs(held - told) < MEMORY_TOLERANCE, f"{held} bytes are held, {told} in the books"
         assert_empty(driver)
         assert _active_bytes(runner) - base < MEMORY_TOLERANCE
@@ -250,9 +250,9 @@ def _storm(driver: Driver, rng: random.Random) -> None:
         if rng.random() < 0.3:
             driver.core.abort(str(number - rng.randint(0, 2)))
         if not driver.core.has_work:
-            assert driver.core.prefix.store.integrity_error() is None
+            assert driver.core.prefixes.store.integrity_error() is None
     driver.run({0: []})
-    stats, status = driver.core.stats, driver.core.prefix.status()
+    stats, status = driver.core.stats, driver.core.prefixes.status()
     assert stats.num_aborted and stats.num_failed and status.num_hits and status.num_stored
 
 

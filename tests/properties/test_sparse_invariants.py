@@ -92,7 +92,7 @@ class SharedBench(conversations.Bench):
             assert Answer.of(driver, str(index)).num_cached == served <= gap(spec), f"request {index} of {traffic}"
             computed, cached = computed + num_computed(spec) - served, cached + served
             self.figures["served with a plan"] += bool(served and spec.sparse is not None)
-        stats, status = driver.core.stats, driver.core.prefix.status()
+        stats, status = driver.core.stats, driver.core.prefixes.status()
         assert (stats.num_cached_tokens, stats.num_prompt_tokens) == (cached, computed)
         kept = sorted((entry.kind, entry.num_tokens) for entry in status.entries)
         assert kept == sorted((one.kind, one.num_tokens) for one in shelf.stored.values())

@@ -17,11 +17,10 @@ def load_cold(config: EngineConfig) -> MLXRunner:
     loader.use_device(config.device)
     runner = MLXRunner(loader.load(config, lambda progress: None), config)
     memory.set_limits(config)
-    if runner.no_snapshots is None:
-        row = Request(EngineRequest("cold", np.zeros(NUM_TOKENS, np.int32), SamplingParams(1), ()))
-        runner.prefill([row], NUM_TOKENS // 2)
-        runner._a_snapshot = runner.snapshot([row])
-        assert runner._a_snapshot is not None
-        runner._prefill.learn_slots(runner._a_snapshot)
-        runner.drop([row.id])
+    row = Request(EngineRequest("cold", np.zeros(NUM_TOKENS, np.int32), SamplingParams(1), ()))
+    runner.prefill([row], NUM_TOKENS // 2)
+    runner._a_snapshot = runner.snapshot([row])
+    assert runner._a_snapshot is not None
+    runner._prefill.learn_slots(runner._a_snapshot)
+    runner.drop([row.id])
     return runner

@@ -15,9 +15,9 @@ from unittest import mock
 import numpy as np
 
 from engine.config import EngineConfig, PrefixCacheConfig
-from engine.core.batch import ModelRunner
 from engine.core.prefix_cache.snapshot_boundaries import LEAST_TOKENS
 from engine.core.prompt import Prompt
+from engine.core.runner import ModelRunner
 from engine.protocol import (
     Boundary,
     CacheMiss,
@@ -169,7 +169,7 @@ class Beginnings:
     overlap: bool = False
 
     def listen(self, driver: Driver) -> Driver:
-        prefix, prefills = driver.core.prefix, driver.core.scheduler.prefills
+        prefix, prefills = driver.core.prefixes, driver.core.scheduler.prefills
         begin = prefix.begin
 
         def heard(prompt: Prompt, wait_s: float = 0.0, copy_s: float = 0.0) -> bool:
@@ -210,7 +210,7 @@ def carry_out(
                 driver.core.scheduler.preempt(running[place % len(running)], "growth")
         with faults() if step in traffic.failures else nullcontext():
             driver.core.step()
-        status = driver.core.prefix.status()
+        status = driver.core.prefixes.status()
         assert status.num_bytes <= status.max_bytes, f"step {step}: {status}"
     raise AssertionError(f"not done after {MAX_STEPS} steps")
 
@@ -332,7 +332,7 @@ class Bench:
 
     def _snapshot_gb(self) -> float:
         one = Traffic(((0, 0, ""),), cache={"min_tokens": 1})
-        status = carry_out(self.runner, one, self.specimens).core.prefix.status()
+        status = carry_out(self.runner, one, self.specimens).core.prefixes.status()
         return status.num_bytes / status.num_entries / 2**30
 
     @contextmanager
@@ -345,7 +345,7 @@ class Bench:
     def check(self, traffic: Traffic) -> None:
         beginnings = Beginnings()
         driver = carry_out(self.runner, traffic, self.specimens, self.faults, beginnings)
-        prefix, memory = driver.core.prefix, self.runner.memory()
+        prefix, memory = driver.core.prefixes, self.runner.memory()
         assert memory["decode_cache_bytes"] == 0 and memory["prefill_cache_bytes"] == 0
         assert prefix.store.integrity_error() is None and prefix.status().num_integrity_errors == 0
         for index, (_, number, _) in enumerate(traffic.arrivals):
@@ -382,7 +382,7 @@ class Bench:
         config = PrefixCacheConfig.model_validate(traffic.cache)
         shelf = Shelf(self.specimens.image_token_id, config.min_tokens or LEAST_TOKENS, config.boundaries)
         num_tokens = num_cached = 0
-        misses = {miss.request_id: miss for miss in driver.core.prefix.status().recent_misses}
+        misses = {miss.request_id: miss for miss in driver.core.prefixes.status().recent_misses}
         for index in order:
             _, number, tenant = traffic.arrivals[index]
             spec = replace(self.specimens.spec(number), request_id=str(index), tenant=tenant)
@@ -391,7 +391,7 @@ class Bench:
             self._check_miss(misses.get(str(index)), spec, served, stored, shelf)
             assert Answer.of(driver, str(index)).num_cached == served, f"request {index} of {traffic}"
             num_tokens, num_cached = num_tokens + len(spec.token_ids), num_cached + served
-        stats, status = driver.core.stats, driver.core.prefix.status()
+        stats, status = driver.core.stats, driver.core.prefixes.status()
         assert (stats.num_cached_tokens, stats.num_prompt_tokens) == (num_cached, num_tokens - num_cached)
         assert status.num_entries == status.num_stored == len(shelf.stored)
         kept = sorted((entry.kind, entry.num_tokens) for entry in status.entries)

@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.protocol import EngineRequest, ImagePatches, SamplingParams
 
 if TYPE_CHECKING:
-    from engine.core.batch import ModelRunner
+    from engine.core.runner import ModelRunner
     from engine.processing.tokenizer import ChatTokenizer
     from engine.worker.model_runner import MLXRunner
     from tests.support.driver import Driver

@@ -11,7 +11,9 @@ import numpy as np
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.core.batch import (
+from engine.core.memory.costs import MemoryCosts
+from engine.core.request import Request
+from engine.core.runner import (
     PLAIN,
     SEGMENT_ARRAYS,
     ChunkTime,
@@ -24,8 +26,6 @@ from engine.core.batch import (
     RowSnapshot,
     StepTime,
 )
-from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request
 from engine.protocol import EngineRequest, TokenLogprobs, choice_seed
 
 VOCAB_SIZE = 1000
@@ -44,10 +44,9 @@ def answer(request: EngineRequest, index: int = 0) -> list[int]:
 
 
 class NoSnapshots:
-    """The part of a ModelRunner that nobody asks of one whose prompts cannot be cached."""
+    """The part of a ModelRunner that keeps no states: nothing is stored in the prefix cache."""
 
     image_token_id: int | None = None
-    no_snapshots: str | None = "there is no model"
     snapshots_prefixes = False
     no_sparse: str | None = None
     no_pooling: str | None = None
@@ -72,13 +71,17 @@ class NoSnapshots:
     def next_image(self, rows: Sequence[Request]) -> ImageLeft | None:
         """Images take no time."""
 
+    def snapshot(self, rows: Sequence[Request], parent: Any, lend: bool = False, num_tokens: int | None = None) -> None:
+        """There is none."""
+
+    def snapshot_row(self, row_id: str, parent: Any = None, lend: bool = False) -> None:
+        """There is none."""
+
     prefill_burst: Any = None
     encode: Any = None
     restore: Any = None
-    snapshot: Any = None
     fill: Any = None
     pending: Any = None
-    snapshot_row: Any = None
     export_snapshot: Any = None
     import_snapshot: Any = None
 
@@ -138,7 +141,6 @@ class FakeRunner:
         self.drafts: Sequence[Drafts] = tuple(Drafts(k) for k in range(1, max_draft_tokens + 1))
         self.no_drafts: Mapping[Proposer, str] = {} if max_draft_tokens else {"mtp": "the fake has none"}
         self.image_token_id: int | None = None
-        self.no_snapshots: str | None = None
         self.snapshots_prefixes = False
         self.no_sparse: str | None = None
         self.no_pooling: str | None = None

@@ -17,9 +17,7 @@ from tests.support.zoo import new_module
 DOCUMENT = Path(__file__).resolve().parents[2] / "engine/FAST_PATHS.md"
 COLUMNS = {
     "bursts": "bursts",
-    "shared_prefix": "shared prefix in a wave",
-    "snapshots": "snapshots at any boundary",
-    "prefix_snapshots": "within a chunk",
+    "prefix_snapshots": "snapshots within a chunk",
     "compiled_step": "compiled step",
     "prompt_lookup": "prompt lookup",
     "draft_model": "draft model",
@@ -29,10 +27,12 @@ COLUMNS = {
 NO_HEAD = "MTP heads of this family are not supported"
 TEXT = """# Fast paths by family
 
+The state of a prompt can be kept after any of its tokens and restored there in every family, so prompts that come
+together with a common beginning compute it once. The columns:
+
 * *bursts*: several waiting prompts in one forward, beside any of the other paths and with grammars
-* *shared prefix in a wave*: prompts that come together with a common beginning compute it once, the rest in one forward
-* *snapshots at any boundary*: a prompt's state can be kept after any of its tokens and restored there
-* *within a chunk*: a chunk may run on past such a place, unless an MTP head or a draft model reads it too
+* *snapshots within a chunk*: a chunk may run on past the place of a snapshot, unless an MTP head or a draft model reads
+  it too
 * *compiled step*: the decode step as a compiled graph (`compile`, on CUDA by default)
 * *prompt lookup*, *draft model*, *MTP head*: drafts by these proposers, the last if the checkpoint has a head;
   an EAGLE-3 head drafts wherever prompt lookup does

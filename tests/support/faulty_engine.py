@@ -21,9 +21,9 @@ import numpy as np
 
 from engine.async_engine import AsyncEngine, RunnerFactory
 from engine.config import EngineConfig
-from engine.core.batch import ModelRunner
 from engine.core.engine_core import EngineCore
 from engine.core.request import Matcher
+from engine.core.runner import ModelRunner
 from engine.core.scheduler_output import Published
 from engine.grammar_compilers import GrammarCompilers
 from engine.protocol import (
@@ -401,7 +401,7 @@ def without_traceback(record: logging.LogRecord) -> bool:
 def _state(core: EngineCore) -> State:
     gc.collect()
     mx.synchronize()
-    memory, cache = core.runner.memory(), core.prefix.store
+    memory, cache = core.runner.memory(), core.prefixes.store
     return State(
         core.has_work,
         mx.get_active_memory(),

@@ -118,7 +118,7 @@ class Moves:
             self._count(driver)
             memory = self.runner.memory()
             assert memory["decode_cache_bytes"] == memory["prefill_cache_bytes"] == 0
-            assert not driver.core.has_work and driver.core.prefix.store.integrity_error() is None
+            assert not driver.core.has_work and driver.core.prefixes.store.integrity_error() is None
             for number, pieces in left.items():
                 for i, piece in enumerate(pieces):
                     if piece.finish is None:

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from engine.config import GrammarConfig
-from engine.core.batch import NO_TOKEN, Drafts, ModelRunner, RowOutput
 from engine.core.request import Matcher, Request
+from engine.core.runner import NO_TOKEN, Drafts, ModelRunner, RowOutput
 from engine.processing.grammar import GrammarCompiler
 from engine.processing.images import ImagePreprocessor
 from engine.protocol import (
@@ -200,8 +200,8 @@ class Execution:
         group = self._waiting[self._of_step(self._schedule.picks) % len(self._waiting)]
         try:
             with self._faults() if (self.step, "prefill") in self._schedule.failures else nullcontext():
-                if self.step % 2 and group[0].spec.images and self._runner.next_image(group) is not None:
-                    self._runner.encode(group, 1)  # in other steps the rest of an image is encoded at once
+                if group[0].spec.images and (image := self._runner.next_image(group)) is not None:
+                    self._runner.encode(group, 1 if self.step % 2 else image.num_blocks)
                     return
                 output = self._runner.prefill(tuple(group), self._of_step(self._schedule.chunks))
         except ZeroDivisionError:

@@ -11,7 +11,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 
 from engine.config import EngineConfig, MemoryConfig
-from engine.core.batch import ModelRunner
 from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.evictable import Evictable
 from engine.core.memory.grouping import DecodeGroupPlan, Grouping
@@ -24,6 +23,7 @@ from engine.core.memory.needs import (
     step_bytes,
 )
 from engine.core.request import Request
+from engine.core.runner import ModelRunner
 from engine.protocol import EngineFailed
 
 MIN_CHUNK_TOKENS_BESIDE = 64

@@ -3,8 +3,8 @@
 import sys
 from typing import Protocol
 
-from engine.core.batch import ModelRunner
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
+from engine.core.runner import ModelRunner
 
 
 class Evictable(Protocol):

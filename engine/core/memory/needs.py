@@ -110,11 +110,11 @@ class MemoryNeeds:
         )
 
     def clamp_max_tokens(self, request: EngineRequest, pinned_bytes: int) -> EngineRequest:
-        """Lower max_tokens, which is a ceiling, to what the memory holds.
+        """Lower max_tokens, which is a ceiling, to what the memory holds. Safe to call from any thread.
 
         Args:
             request: The request, before it is queued.
-            pinned_bytes: Bytes that are never evicted.
+            pinned_bytes: Bytes that are never evicted, see EngineCore.pinned_bytes.
 
         Raises:
             MemoryExceeded: The request would not fit even with no other request in the engine.

@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
 from engine.config import BoundaryKind, PrefixCacheConfig
-from engine.core.batch import ModelRunner
 from engine.core.cost_model import CostModel
 from engine.core.prefix_cache import eligibility
 from engine.core.prefix_cache.answer_statistics import AnswerStatistics
@@ -31,6 +30,7 @@ from engine.core.prefix_cache.status import cache_status
 from engine.core.prefix_cache.store import SnapshotStore
 from engine.core.prompt import Prompt
 from engine.core.request import Request
+from engine.core.runner import ModelRunner
 from engine.core.stats import Stats
 from engine.protocol import Boundary, CacheCleared, CacheMiss, CacheStatus, EngineRequest
 from engine.snapshot_store.files import SnapshotFiles
@@ -83,7 +83,7 @@ class PrefixCache:
         self._prompt_s = costs.prompt_s
         self._clock = clock
         self._next_check_s = 0.0
-        self.off_reason = runner.no_snapshots if config.enabled else "prefix_cache.enabled is false"
+        self.off_reason = None if config.enabled else "prefix_cache.enabled is false"
         if self.off_reason is not None:
             files = None
         self.store = SnapshotStore(clock) if files is None else SnapshotStore(clock, files.meta_of)

@@ -7,12 +7,12 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from engine.core.batch import SEGMENT_ARRAYS, ModelRunner
 from engine.core.cost_model import CostModel
 from engine.core.prefix_cache.node import Snapshot, SnapshotNode
 from engine.core.prefix_cache.prompt_key import Media, PromptKey
 from engine.core.prefix_cache.session import Reading, ReadState
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
+from engine.core.runner import SEGMENT_ARRAYS, ModelRunner
 from engine.snapshot_store.files import SnapshotFiles, SnapshotLost, SnapshotMeta
 
 log = logging.getLogger("orchard.engine")

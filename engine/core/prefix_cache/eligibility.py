@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.core.batch import ModelRunner
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.request import Request
+from engine.core.runner import ModelRunner
 from engine.protocol import EngineRequest
 
 

@@ -20,10 +20,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from engine.core.batch import ModelRunner
 from engine.core.prefix_cache.disk_tier import DiskTier
 from engine.core.prefix_cache.node import KVSegment, SnapshotNode
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
+from engine.core.runner import ModelRunner
 
 log = logging.getLogger("orchard.engine")
 

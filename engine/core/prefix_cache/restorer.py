@@ -2,7 +2,6 @@
 
 import logging
 
-from engine.core.batch import ModelRunner
 from engine.core.prefix_cache import eligibility
 from engine.core.prefix_cache.disk_tier import DiskTier
 from engine.core.prefix_cache.loans import Loans
@@ -11,6 +10,7 @@ from engine.core.prefix_cache.prefix_fetcher import PrefixFetcher
 from engine.core.prefix_cache.session import PrefixCacheSession, Reading
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.core.request import named
+from engine.core.runner import ModelRunner
 from engine.protocol import Boundary, InvalidRequest
 
 log = logging.getLogger("orchard.engine")

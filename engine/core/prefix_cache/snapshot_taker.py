@@ -9,7 +9,6 @@ import logging
 import numpy as np
 
 from engine.config import SnapshotKind
-from engine.core.batch import ModelRunner
 from engine.core.prefix_cache import eligibility
 from engine.core.prefix_cache.answer_statistics import AnswerStatistics
 from engine.core.prefix_cache.disk_tier import DiskTier
@@ -19,6 +18,7 @@ from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.session import PrefixCacheSession
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.core.request import Request, named
+from engine.core.runner import ModelRunner
 from engine.protocol import Boundary
 
 log = logging.getLogger("orchard.engine")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.core.batch import PLAIN, Drafts
 from engine.core.cost_model import CostModel
 from engine.core.prefix_cache.cache import PrefixCache
 from engine.core.prefix_cache.node import SnapshotNode
@@ -14,6 +13,7 @@ from engine.core.prompt import USUAL_ANSWER, Prompt
 from engine.core.quoting.known_prefixes import KnownPrefixes
 from engine.core.quoting.residents import Residents
 from engine.core.request import Request
+from engine.core.runner import PLAIN, Drafts
 from engine.core.scheduler import Scheduler
 
 MAX_QUEUED = 64

@@ -23,6 +23,7 @@ from engine.worker.heads.head import Head, SharesTarget
 from engine.worker.heads.head_files import check_fit, has_tensors, split_tensors
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import config_of
+from engine.worker.layer_caches import is_combined, single_caches
 
 OWN_NAMES = {
     "enorm.weight": "embedding_norm.weight",
@@ -60,8 +61,8 @@ class NextnHead(SharesTarget, nn.Module):
         if isinstance(self.layer, GlmMoeDsaDecoderLayer):  # its indexer is its own, not that of a layer before
             self.layer.self_attn = GlmMoeDsaAttention(args, last + 1, force_full_indexer=True)
         self.norm = nn.RMSNorm(size, eps=eps)
-        kind = make_prompt_cache(language_model)[last]
-        self._num_caches = len(kind.caches) if isinstance(kind, CacheList) else 0
+        cache = make_prompt_cache(language_model)[last]
+        self._num_caches, self._is_combined = len(single_caches(cache)), is_combined(cache)
         self._is_latent = hasattr(args, "kv_lora_rank")  # its attention takes masks as arrays alone
 
     @property
@@ -69,12 +70,12 @@ class NextnHead(SharesTarget, nn.Module):
         return lambda name: "e_score_correction_bias" not in name
 
     def make_cache(self) -> SequenceCache:
-        return [KVCache() for _ in range(self._num_caches or 1)]
+        return [KVCache() for _ in range(self._num_caches)]
 
     def states(self, embeds: mx.array, hidden: mx.array, cache: list[Any], positions: mx.array) -> mx.array:
         x = self.projection(mx.concatenate([self.embedding_norm(embeds), self.hidden_norm(hidden)], axis=-1))
         mask = create_attention_mask(x, cache[0], return_array=self._is_latent)
-        out = self.layer(x, mask, CacheList(*cache) if self._num_caches else cache[0])
+        out = self.layer(x, mask, CacheList(*cache) if self._is_combined else cache[0])
         return self.norm(out[0] if isinstance(out, tuple) else out)
 
 

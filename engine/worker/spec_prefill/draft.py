@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.cache import ArraysCache, KVCache
+from mlx_vlm.models.cache import ArraysCache
 
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.processing.checkpoint import draft_of, read_optional_json
@@ -13,6 +13,7 @@ from engine.protocol import EngineFailed
 from engine.worker import loader, memory, patches
 from engine.worker.kv_cache import SequenceCache, num_bytes, rounded
 from engine.worker.language_model import LanguageModel
+from engine.worker.row_kinds import appends
 from engine.worker.spec_prefill.attention import AttentionTrace, attention_layers, importance
 
 PROBE_TOKENS = 48
@@ -93,9 +94,7 @@ class Draft:
         self._layers = attention_layers(self._lm.model.layers, self.make_cache())
         self.compile_blocks(loader.on_gpu() and mx.cuda.is_available())
         probed = self._check()
-        self._head_dim = max(
-            layer.keys.shape[-1] for layer in probed if isinstance(layer, KVCache) and layer.keys is not None
-        )
+        self._head_dim = max(layer.keys.shape[-1] for layer in probed if appends(layer) and layer.keys is not None)
         self.bytes_per_token, self.state_bytes = _measured(probed)
         mx.clear_cache()
 
@@ -134,7 +133,7 @@ class Draft:
         """
         self._forward(token_ids, start, cache, skip_logits=True)  # lazy: only the cache is ever evaluated
         for layer in cache:
-            if isinstance(layer, KVCache):
+            if appends(layer):
                 layer.prefix_cache_reserve(num_slots)
         mx.eval([layer.state for layer in cache])
 
@@ -267,6 +266,6 @@ def _stop_token_ids(*configs: dict[str, Any]) -> frozenset[int]:
 
 def _measured(cache: SequenceCache) -> tuple[int, int]:
     """Return bytes per token in attention layers, and bytes of recurrent states."""
-    attention = [layer for layer in cache if isinstance(layer, KVCache)]
+    attention = [layer for layer in cache if appends(layer)]
     per_token = sum(layer.nbytes // rounded(layer.offset) for layer in attention)
     return per_token, num_bytes(cache) - num_bytes(attention)

@@ -13,12 +13,12 @@ from typing import Any
 from deployments.placement.place import NodeFacts
 from engine.config import EngineConfig
 from engine.core.admission import SHORT_PART
-from engine.core.batch import ChunkTime, Drafts, StepTime
 from engine.core.cost_model import CostModel
 from engine.core.memory.needs import MemoryNeeds
 from engine.core.prompt_queue import queue_rank
 from engine.core.quoting.load import LoadRecorder
 from engine.core.quoting.quoter import Quoter
+from engine.core.runner import ChunkTime, Drafts, StepTime
 from engine.placement import Question, Quote
 from tests.benchmarks.sim_runner import GIB, Machine
 from tests.benchmarks.simple_nodes.cache import SimpleCache, system_digest, turn_digest

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.batch import Drafts, PrefillOutput, RowOutput
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.evictable import Evictable
 from engine.core.prompt import Prompt
 from engine.core.request import Request, RequestState
+from engine.core.runner import Drafts, PrefillOutput, RowOutput
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_context import SchedulerContext
 from engine.core.scheduler_output import Published

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from engine.core.batch import PLAIN, Drafts, RowOutput, StepTime
 from engine.core.cost_model import CostModel
+from engine.core.runner import PLAIN, Drafts, RowOutput, StepTime
 from engine.core.speculation import SpeculationController
 
 MTP = tuple(Drafts(k) for k in (1, 2, 3))

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import PLAIN, PrefillOutput, RowOutput
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.costs import MemoryCosts
 from engine.core.request import Request
+from engine.core.runner import PLAIN, PrefillOutput, RowOutput
 from engine.core.scheduler import Scheduler
 from engine.protocol import EngineRequest, SamplingParams
 from tests.engine.core.rows import (
@@ -87,7 +87,7 @@ def test_a_request_that_fits_into_an_idle_engine_is_accepted_unchanged_and_answe
     """One row takes its prompt's cache over: it is not there twice."""
     engine = driver(20_000)
     whole = request("whole", 800, 60)
-    assert engine.core.clamp_max_tokens(whole) == whole
+    assert engine.core.budget.needs.clamp_max_tokens(whole, engine.core.pinned_bytes) == whole
     assert engine.run({0: [whole]})["whole"] == answer(whole)
 
 
@@ -101,7 +101,7 @@ def test_a_preempted_long_answer_fits_when_it_restarts():
     assert most > 49_000, "its rows, and 16 tokens that look at 1900"
     engine = driver(10_000 + most, costs, max_running=1, scheduler={"policy": "priority"})
     core = engine.core
-    assert core.clamp_max_tokens(long) == long
+    assert core.budget.needs.clamp_max_tokens(long, core.pinned_bytes) == long
     tokens = engine.run({0: [long], 1800: [urgent]})
     assert core.stats.num_preempted == 1 and core.stats.num_failed == 0
     assert tokens == {"long": answer(long), "urgent": answer(urgent)}
@@ -111,18 +111,21 @@ def test_snapshots_and_image_features_are_both_evicted_where_neither_is_enough()
     engine = driver(30_000, prefix_cache={"enabled": True, "max_gb": 1})
     engine.run({0: [request(f"before{i}", 30, 3, i) for i in range(4)]})
     engine.core.runner.feature_bytes = 6000  # type: ignore[misc]
-    snapshots = engine.core.prefix.store.num_bytes
+    snapshots = engine.core.prefixes.store.num_bytes
     big = request("big", 10, 1700, 7)
     missing = engine.core.budget.shortfall_bytes([Request(big)])
-    assert missing > max(snapshots, 6000) and engine.core.clamp_max_tokens(big) == big
+    assert (
+        missing > max(snapshots, 6000)
+        and engine.core.budget.needs.clamp_max_tokens(big, engine.core.pinned_bytes) == big
+    )
     assert engine.run({0: [big]})["big"] == answer(big)
-    assert engine.core.prefix.store.num_bytes < snapshots and engine.core.runner.feature_bytes == 0
+    assert engine.core.prefixes.store.num_bytes < snapshots and engine.core.runner.feature_bytes == 0
 
 
 def test_the_allocation_overhead_of_snapshots_counts_as_evictable():
     engine = driver(30_000, replace(COSTS, snapshot_slack=300), prefix_cache={"enabled": True, "max_gb": 1})
     engine.run({0: [request(f"before{i}", 30, 3, i) for i in range(4)]})
-    cache, big = engine.core.prefix.store, request("big", 10, 1720, 7)
+    cache, big = engine.core.prefixes.store, request("big", 10, 1720, 7)
     held = cache.num_bytes + 300 * cache.num_in_memory
     assert cache.num_bytes < engine.core.budget.shortfall_bytes([Request(big)]) <= held, (
         "arrays alone would not suffice"
@@ -264,7 +267,7 @@ def test_a_row_is_not_preempted_before_it_has_run_for_twenty_times_its_recompute
 def test_eviction_that_cannot_free_enough_evicts_nothing_and_pinned_snapshots_stay():
     engine = driver(30_000, replace(COSTS, snapshot_slack=300), prefix_cache={"enabled": True, "max_gb": 1})
     engine.run({0: [request(f"before{i}", 30, 3, i) for i in range(4)]})
-    cache, evictable = engine.core.prefix.store, engine.core._evictable
+    cache, evictable = engine.core.prefixes.store, engine.core._evictable
     pinned = next(cache.nodes())
     cache.pin(pinned)
     assert evictable.pinned_bytes == cache.pinned_bytes + 300

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from engine.core.batch import PLAIN, ChunkTime, Drafts, StepTime
 from engine.core.cost_model import CostModel
+from engine.core.runner import PLAIN, ChunkTime, Drafts, StepTime
 from tests.benchmarks.sim_runner import MACHINES
 
 

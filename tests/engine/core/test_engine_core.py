@@ -72,9 +72,9 @@ def test_memory_is_freed_after_random_arrivals_and_aborts(drive, runner, mixed):
     after = runner.memory()
     assert after["decode_cache_bytes"] == after["prefill_cache_bytes"] == 0
     assert driver is not None
-    assert after["active_bytes"] - before["active_bytes"] - driver.core.prefix.store.num_bytes < 2**20
-    assert driver.core.prefix.store.num_bytes > 0
-    driver.core.prefix.clear()
+    assert after["active_bytes"] - before["active_bytes"] - driver.core.prefixes.store.num_bytes < 2**20
+    assert driver.core.prefixes.store.num_bytes > 0
+    driver.core.prefixes.clear()
     assert runner.memory()["active_bytes"] - before["active_bytes"] < 2**20
 
 

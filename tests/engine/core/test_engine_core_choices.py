@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig, PrefixCacheConfig
-from engine.core.batch import PrefillOutput
+from engine.core.runner import PrefillOutput
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
 from tests.engine.core.rows import finish_prefill, out, rows_of, scheduler_of, spec, start, step_of
 from tests.support.driver import Driver

@@ -105,15 +105,18 @@ def test_memory_is_needed_for_the_answer_that_is_left_and_max_tokens_is_lowered_
     runner = FakeRunner()
     runner.costs = replace(runner.costs, token_bytes=2**20)
     core = Driver(runner, EngineConfig()).core
-    fitted = core.clamp_max_tokens(request(max_tokens=5000)).sampling.max_tokens
+    needs, pinned_bytes = core.budget.needs, core.pinned_bytes
+    fitted = needs.clamp_max_tokens(request(max_tokens=5000), pinned_bytes).sampling.max_tokens
     assert 100 < fitted < 5000
-    assert core.clamp_max_tokens(after(request(max_tokens=5000), 100)).sampling.max_tokens == fitted
+    assert needs.clamp_max_tokens(after(request(max_tokens=5000), 100), pinned_bytes).sampling.max_tokens == fitted
     fits = after(request(max_tokens=fitted), 100)
-    assert core.clamp_max_tokens(fits) is fits
+    assert needs.clamp_max_tokens(fits, pinned_bytes) is fits
     with pytest.raises(MemoryExceeded):
-        core.clamp_max_tokens(after(request(max_tokens=5000), fitted))
+        needs.clamp_max_tokens(after(request(max_tokens=5000), fitted), pinned_bytes)
     open_and_finished = after(request(n=4, max_tokens=5000), 100, None, None, None)
-    assert core.clamp_max_tokens(open_and_finished).sampling.max_tokens == fitted, "finished choices need no memory"
+    assert needs.clamp_max_tokens(open_and_finished, pinned_bytes).sampling.max_tokens == fitted, (
+        "finished choices need no memory"
+    )
 
 
 def continued(num_prompt: int, *num_tokens: int, client: str = "a", request_id: str = "r") -> EngineRequest:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import PLAIN, Drafts
+from engine.core.runner import PLAIN, Drafts
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
 from tests.support.clock import Clock
 from tests.support.driver import Driver

@@ -103,7 +103,7 @@ def test_what_another_node_knew_does_not_replace_what_is_stored_here(engine):
     engine.converse(turn(1, 1))
     assert not engine.core.movable.arrived(snapshot, ""), "no file has arrived"
     known = engine.core._loads.prefixes._prefixes
-    assert engine.core.prefix.store.get(known[1001].digest) is not None and 1002 in known
+    assert engine.core.prefixes.store.get(known[1001].digest) is not None and 1002 in known
     assert engine.core._loads.residents.leaving(1).num_turns == 1
 
 

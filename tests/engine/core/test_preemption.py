@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import PrefillOutput
 from engine.core.cost_model import GUESSED_S_PER_TOKEN
 from engine.core.request import Request, RequestState
+from engine.core.runner import PrefillOutput
 from engine.core.scheduler import Scheduler
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
 from tests.engine.core.rows import finish_prefill, out, rows_of, scheduler_of, spec, start, step_of

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import ImageLeft
 from engine.core.cost_model import CostModel
+from engine.core.runner import ImageLeft
 from engine.protocol import Boundary, EngineRequest, FinishReason, ImagePatches, SamplingParams
 from tests.engine.core.test_engine_core_poll import Inbox
 from tests.engine.core.test_engine_core_steps import TimedRunner

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import PLAIN, StepTime
 from engine.core.progress import FIRST_FACTOR, LATE_FACTOR, LOST_FACTOR, MIN_LATE_S, Progress, Work
+from engine.core.runner import PLAIN, StepTime
 from engine.protocol import EngineRequest, SamplingParams
 from tests.engine.core.test_engine_core_steps import TimedRunner
 from tests.support.clock import Clock

@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from engine.core.batch import NO_TOKEN, PrefillOutput, PromptChunk
 from engine.core.prefill_scheduler import MIN_PREFILL_TOKENS
 from engine.core.prompt import Prompt
+from engine.core.runner import NO_TOKEN, PrefillOutput, PromptChunk
 from engine.core.scheduler import Scheduler
 from engine.protocol import FinishReason, TokenLogprobs
 from tests.engine.core.rows import (

@@ -7,9 +7,9 @@ from statistics import mean
 import pytest
 
 from engine.config import MTPConfig, PromptLookupConfig
-from engine.core.batch import Drafts, Proposer, RowOutput
 from engine.core.cost_model import CostModel
 from engine.core.proposer_record import Mode
+from engine.core.runner import Drafts, Proposer, RowOutput
 from engine.core.speculation import SpeculationController
 from tests.engine.core.simulation import (
     BUSY_CPU,

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from engine.core.batch import Drafts, StepTime
+from engine.core.runner import Drafts, StepTime
 from engine.core.step_costs import StepCosts
 from tests.engine.core.simulation import CPU, measured
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig, GrammarConfig
-from engine.core.batch import Drafts, PromptChunk
 from engine.core.request import Request
+from engine.core.runner import Drafts, PromptChunk
 from engine.processing.grammar import GrammarCompiler
 from engine.protocol import EngineRequest, GrammarSpec, SamplingParams
 from engine.worker import loader, patches

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig, MTPExact
-from engine.core.batch import Drafts
 from engine.core.request import Request
+from engine.core.runner import Drafts
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
-from engine.worker import kv_cache
+from engine.worker.drafter import PendingHiddenStates
 from engine.worker.language_model import LanguageModel
 from engine.worker.model_runner import MLXRunner
-from engine.worker.mtp import PendingHiddenStates
 from tests.support.cold_runner import load_cold
 from tests.support.demo_model import DRAFT
 
@@ -144,8 +143,8 @@ def test_a_model_that_cannot_be_compiled_is_refused_where_compiling_is_configure
 
 def test_the_head_catches_up_after_any_number_of_plain_steps(tiny: MLXRunner, monkeypatch: pytest.MonkeyPatch):
     """The first draft behind a plain phase is the one that a head would make that was asked at every step."""
-    monkeypatch.setattr("engine.worker.mtp.MAX_PENDING", 16)
-    monkeypatch.setattr("engine.worker.mtp.CATCH_UP_TOKENS", 5)
+    monkeypatch.setattr("engine.worker.drafter.MAX_PENDING", 16)
+    monkeypatch.setattr("engine.worker.drafter.CATCH_UP_TOKENS", 5)
     drafts: dict[int, list[list[int]]] = {}
     for every in (1, 7, 40):
         request = row("a", 30)
@@ -180,10 +179,3 @@ def test_pending_hidden_states_of_rows_join_whatever_their_widths():
         for i, count in enumerate(np.array(both.count).tolist()):
             assert np.array(both.token_ids)[i, :count].tolist() == [7, 8, 9][:count]
             assert np.array(both.hidden)[i, :count, 0].tolist() == [1, 2, 3][:count]
-
-
-def test_a_layer_that_cannot_be_batched_is_named(tiny: MLXRunner):
-    with pytest.raises(TypeError, match="layer 1: object cannot be batched"):
-        cache = tiny._language_model.make_cache()
-        tiny._language_model.extend(mx.array([[1, 2]]), None, cache, np.zeros((3, 1, 2), np.int32))
-        kv_cache.BatchCache.of([cache[0], object()])

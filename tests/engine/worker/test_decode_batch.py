@@ -12,8 +12,8 @@ import pytest
 
 import engine.worker  # noqa: F401  # before MLX
 from engine.config import EngineConfig
-from engine.core.batch import PLAIN, Drafts
 from engine.core.request import Request
+from engine.core.runner import PLAIN, Drafts
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner
 from tests.support.cold_runner import load_cold

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import PLAIN, Drafts, RowOutput
+from engine.core.runner import PLAIN, Drafts, RowOutput
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.driver import Driver, fix_prefill_costs
@@ -133,11 +133,7 @@ def traffic(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Traffic]
 def test_requests_get_the_tokens_that_they_get_alone_under_any_traffic(traffic: Traffic):
     """Schedules go on until one had a burst and one a cached prefix, which short and few prompts need not have."""
     runner, seed = traffic.runner, 0
-    while (
-        seed < NUM_SCHEDULES
-        or not (traffic.num_bursts or runner.no_bursts is not None)
-        or not (traffic.num_cached or runner.no_snapshots is not None)
-    ):
+    while seed < NUM_SCHEDULES or not (traffic.num_bursts or runner.no_bursts is not None) or not traffic.num_cached:
         assert seed < NUM_SCHEDULES + 32, f"{traffic.num_bursts} bursts, {traffic.num_cached} cached prompts"
         traffic.run(seed)
         seed += 1

@@ -41,7 +41,7 @@ class Node(Driver):
         self.exchange.close()
         self.files.flush()
         self.files.close(timeout_s=5)
-        self.core.prefix.store.reset()
+        self.core.prefixes.store.reset()
 
 
 FAMILIES_OF_LAYERS = ["llama", "hybrid", "deepseek_v3", "llama4", "qwen4_exp", "deepseek_v4"]
@@ -86,7 +86,7 @@ def serve_first(there: Node) -> tuple[EngineRequest, PrefixHolder]:
     """Serve the first turn; return the second one, and the holder of the longest prefix."""
     there.run({0: [first_turn()]})
     there.files.flush()
-    longest = max(there.core.prefix.store.nodes(), key=lambda entry: entry.num_tokens)
+    longest = max(there.core.prefixes.store.nodes(), key=lambda entry: entry.num_tokens)
     assert longest.kind == "answer"
     spec = second_turn(there.tokens["first"])
     return spec, PrefixHolder(there.exchange.address, longest.digest, longest.num_tokens)

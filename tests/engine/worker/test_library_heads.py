@@ -15,8 +15,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from engine.config import EngineConfig
-from engine.core.batch import PLAIN, Drafts, PromptChunk
 from engine.core.request import Request
+from engine.core.runner import PLAIN, Drafts, PromptChunk
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.worker import loader, mtp_loader
 from engine.worker.decode import DecodeGroup

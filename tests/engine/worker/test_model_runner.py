@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import PLAIN
 from engine.core.request import Request
+from engine.core.runner import PLAIN
 from engine.protocol import EngineRequest, FinishReason
 from engine.worker import decode, warm_up
 from engine.worker.kv_cache import BatchKVLayer
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.recurrent_layer import BatchRecurrentLayer
 from engine.worker.sampler import Sampler
+from tests.support.driver import encode_images
 
 STORY = "Tell me a story."
 
@@ -78,6 +79,7 @@ def test_a_prompt_may_be_cut_into_chunks_anywhere_even_inside_an_image(runner, r
     first = reference(runner, replace(request, sampling=replace(request.sampling, max_tokens=1)))[0]
     work = Request(replace(request, request_id="cut"))
     chunk = size if size > 0 else work.num_tokens + size
+    encode_images(runner, work)
     outputs = [runner.prefill([work], chunk)]
     while outputs[-1].first is None:
         outputs.append(runner.prefill([work], chunk))

@@ -20,11 +20,11 @@ import engine.worker  # noqa: F401  # before MLX
 import mlx.core as mx  # isort: skip
 import pytest
 
-from engine.core.batch import Drafts, RowOutput
 from engine.core.request import Request
+from engine.core.runner import Drafts, RowOutput
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, SamplingParams
-from engine.worker import mtp
+from engine.worker import drafter, mtp
 from engine.worker.model_runner import MLXRunner
 from tests.support.tasks import QUESTIONS, RETRIEVAL, TASKS, Prompt, Task, prompts
 
@@ -175,13 +175,14 @@ def test_draft_acceptance_does_not_depend_on_how_a_row_arrives(runner, begin, st
 
 
 @pytest.mark.parametrize(
-    ("task", "limit", "chunk"), [*((task, mtp.MAX_PENDING, mtp.CATCH_UP_TOKENS) for task in LONG), ("json", 8, 3)]
+    ("task", "limit", "chunk"),
+    [*((task, drafter.MAX_PENDING, drafter.CATCH_UP_TOKENS) for task in LONG), ("json", 8, 3)],
 )
 def test_the_head_catches_up_after_steps_without_drafts(runner, begin, stories, monkeypatch, task, limit, chunk):
     """The last with little room for what waits: the head must catch up within the plain steps, a few tokens at a time,
     as it has to in answers longer than the demo model's."""
-    monkeypatch.setattr(mtp, "MAX_PENDING", limit)
-    monkeypatch.setattr(mtp, "CATCH_UP_TOKENS", chunk)
+    monkeypatch.setattr(drafter, "MAX_PENDING", limit)
+    monkeypatch.setattr(drafter, "CATCH_UP_TOKENS", chunk)
     answers = begin(*LONG[task])
     after_plain_steps(runner, answers, stories)
     check(f"after plain steps ({limit} may wait)", task, answers)

@@ -18,8 +18,8 @@ from mlx_vlm.speculative.drafters.glm5_next_mtp.split import split_glm5_next_mtp
 from mlx_vlm.speculative.drafters.glm_moe_dsa_mtp.split import split_glm_moe_dsa_mtp
 
 from engine.config import EngineConfig
-from engine.core.batch import PLAIN, Drafts
 from engine.core.request import Request
+from engine.core.runner import PLAIN, Drafts
 from engine.protocol import EngineFailed, EngineRequest, Progress, SamplingParams
 from engine.worker import loader, mtp_loader
 from engine.worker.decode import DecodeGroup

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import PromptChunk
 from engine.core.request import Request
+from engine.core.runner import PromptChunk
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner
 from engine.worker.snapshot import StateSnapshot
@@ -133,6 +133,6 @@ def test_prompts_that_run_past_their_boundaries_get_the_same_answers_and_hits(ru
         results[passes] = served(driver, first, second)
         monkeypatch.setattr(runner, "prefill", forward)
         assert [cached for _, cached in results[passes]] == [0, 40]
-        assert driver.core.prefix.store.integrity_error() is None
+        assert driver.core.prefixes.store.integrity_error() is None
         assert num_chunks == (2 if passes else 5), passes
     assert results[True] == results[False]

@@ -6,7 +6,7 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from engine.core.batch import NO_TOKEN
+from engine.core.runner import NO_TOKEN
 from engine.protocol import SamplingParams
 from engine.worker import ranking
 from engine.worker.ranking import BLOCK, best_first

@@ -76,7 +76,7 @@ def test_scores_are_the_librarys_alone_in_chunks_in_any_order_and_while_a_row_de
             for name in {"story", *driver.finish} - {"story"}:
                 assert score(driver, name) == pytest.approx(expected[name], abs=TOLERANCE)
             assert tokens.get("story", alone_story) == alone_story
-            assert driver.core.prefix.status().num_entries <= 4  # those of the story alone
+            assert driver.core.prefixes.status().num_entries <= 4  # those of the story alone
 
 
 def test_scores_of_low_precision_weights_are_finer_than_logits_of_low_precision(tmp_path):

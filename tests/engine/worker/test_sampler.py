@@ -8,7 +8,7 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from engine.core.batch import NO_TOKEN
+from engine.core.runner import NO_TOKEN
 from engine.protocol import InvalidRequest, SamplingParams
 from engine.worker.sampler import Sampler, mix_seeds, random_keys
 

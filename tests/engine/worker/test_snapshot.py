@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.core.request import Request
 from engine.protocol import Boundary, EngineRequest
 from engine.worker.model_runner import MLXRunner
-from engine.worker.snapshot import StateSnapshot, unsupported_reason
+from engine.worker.snapshot import StateSnapshot
 from tests.support.cold_runner import load_cold
 
 STORY = "Tell me a story about a red circle and a blue square that meet at the market and count their apples."
@@ -178,10 +178,3 @@ def test_images_in_front_of_a_snapshot_are_not_encoded_again(drive, runner, make
         warm["other"]
         == drive(EngineConfig.model_validate({"prefix_cache": {"enabled": False}})).run({0: [other]})["other"]
     )
-
-
-def test_a_layer_with_an_unsupported_cache_class_is_named():
-    class Other:
-        pass
-
-    assert unsupported_reason([Other()]) == "layer 0 keeps its state in a Other, which cannot be restored"

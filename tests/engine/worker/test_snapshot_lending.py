@@ -9,8 +9,8 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from engine.core.batch import Drafts
 from engine.core.request import Request
+from engine.core.runner import Drafts
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner
 from engine.worker.snapshot import StateSnapshot

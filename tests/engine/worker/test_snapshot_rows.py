@@ -19,12 +19,13 @@ import numpy as np
 import pytest
 
 from engine.config import GrammarConfig
-from engine.core.batch import Drafts, RowSnapshot
 from engine.core.request import Matcher, Request
+from engine.core.runner import Drafts, RowSnapshot
 from engine.processing.grammar import GrammarCompiler
 from engine.protocol import EngineRequest, FinishReason, GrammarSpec, SamplingParams, SparsePlan
 from engine.worker.model_runner import MLXRunner
 from engine.worker.snapshot import StateSnapshot
+from tests.support.driver import encode_images
 from tests.support.night import some_at_night
 from tests.support.schedules import Execution, Schedule, Specimens
 
@@ -88,6 +89,7 @@ class Batch:
         if snapshot is not None:
             self.runner.restore([row], snapshot)
             self.parents[row.id] = snapshot.segment
+        encode_images(self.runner, row)
         while (first := self.runner.prefill([row], 64).first) is None:
             pass
         self.running[row.id] = row
@@ -148,6 +150,7 @@ def next_turn(request: EngineRequest, kept: RowSnapshot, name: str = "next", **c
 def state_of(runner: MLXRunner, request: EngineRequest, num_tokens: int) -> StateSnapshot:
     """That behind the first tokens of a prompt which is taken in from the start."""
     row = Request(replace(request, request_id="cold"))
+    encode_images(runner, row)
     while row.num_prefilled < num_tokens:
         row.num_prefilled += runner.prefill([row], num_tokens - row.num_prefilled).num_tokens
     snapshot = runner.snapshot([row])
@@ -419,8 +422,8 @@ def test_a_row_with_a_completed_grammar_gives_a_snapshot_of_its_answer(tiny, tin
 
 @pytest.mark.parametrize(("limit", "chunk"), [(128, 128), (16, 5)])
 def test_the_head_is_caught_up_after_any_number_of_plain_steps(tiny, monkeypatch, limit, chunk):
-    monkeypatch.setattr("engine.worker.mtp.MAX_PENDING", limit)
-    monkeypatch.setattr("engine.worker.mtp.CATCH_UP_TOKENS", chunk)
+    monkeypatch.setattr("engine.worker.drafter.MAX_PENDING", limit)
+    monkeypatch.setattr("engine.worker.drafter.CATCH_UP_TOKENS", chunk)
     for max_tokens in (17, 18, 60):
         request = spec("row", 30, max_tokens)
         batch = Batch(tiny)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import ImageLeft
 from engine.core.request import Request
+from engine.core.runner import ImageLeft
 from engine.processing.images import ImagePreprocessor
 from engine.protocol import ImagePatches
 from engine.worker import loader

@@ -106,10 +106,3 @@ def test_memory_of_a_row_is_that_of_its_window_however_long_it_is():
         group.reserve(length)
         sizes.append(group.layers[0].keys.shape[2])
     assert sizes == [256, ring_slots(300), ring_slots(300)] == [256, 300 + RING_MARGIN, 300 + RING_MARGIN]
-
-
-def test_a_cache_that_keeps_its_first_tokens_cannot_be_batched():
-    cache = RotatingKVCache(max_size=8, keep=4)
-    cache.update_and_fetch(tokens(0, 0, 3), tokens(0, 0, 3))
-    with pytest.raises(TypeError, match="keeps its first 4 tokens"):
-        BatchCache.of([cache])

@@ -263,14 +263,15 @@ def test_the_headroom_is_kept_free():
 
 def test_max_tokens_is_lowered_to_what_fits_and_a_prompt_that_never_fits_is_refused_with_both_numbers():
     core = driver(budget=14_000).core
+    needs, pinned_bytes = core.budget.needs, core.pinned_bytes
     fits = request("fits")
-    assert core.clamp_max_tokens(fits) is fits
-    fitted = core.clamp_max_tokens(request("r", max_tokens=900))
+    assert needs.clamp_max_tokens(fits, pinned_bytes) is fits
+    fitted = needs.clamp_max_tokens(request("r", max_tokens=900), pinned_bytes)
     assert 100 < fitted.sampling.max_tokens < 400
     more = replace(fitted, sampling=SamplingParams(fitted.sampling.max_tokens + 16))
-    assert core.clamp_max_tokens(more).sampling.max_tokens < more.sampling.max_tokens
+    assert needs.clamp_max_tokens(more, pinned_bytes).sampling.max_tokens < more.sampling.max_tokens
     with pytest.raises(MemoryExceeded, match=r"needs \d+ bytes .* 900 tokens in the prompt, 900 .* has 4000 bytes"):
-        core.clamp_max_tokens(request("r", num_prompt=900, max_tokens=900))
+        needs.clamp_max_tokens(request("r", num_prompt=900, max_tokens=900), pinned_bytes)
 
 
 def test_answers_are_complete_when_memory_holds_only_a_few_rows_at_a_time():
@@ -306,19 +307,19 @@ def test_random_arrivals_and_aborts_in_tight_memory_give_every_row_its_own_token
 def test_snapshots_are_evicted_before_a_request_waits_for_memory():
     cached = driver(budget=16_600, cache_gb=1.0)
     cached.run({0: [request("first", num_prompt=200, max_tokens=5)]})
-    assert cached.core.prefix.store.num_bytes > 0
+    assert cached.core.prefixes.store.num_bytes > 0
     big = request("big", num_prompt=240, max_tokens=40)
     assert cached.core.budget.shortfall_bytes(rows(big)) > 0
     cached.core.add_request(replace(big, tenant="other"))
     cached.core.step()
-    assert cached.core.scheduler.num_running == 1 and cached.core.prefix.store.counters.num_evicted == 1
+    assert cached.core.scheduler.num_running == 1 and cached.core.prefixes.store.counters.num_evicted == 1
 
 
 def test_a_snapshot_takes_no_memory_that_rows_have_reserved():
     cached = driver(budget=13_000, cache_gb=1.0)
     tokens = cached.run({0: [request("r", num_prompt=150, max_tokens=5)]})
     assert tokens["r"] == answer(request("r", num_prompt=150, max_tokens=5))
-    assert cached.core.prefix.store.num_bytes == 0 and cached.core.prefix.store.counters.num_rejected == 1
+    assert cached.core.prefixes.store.num_bytes == 0 and cached.core.prefixes.store.counters.num_rejected == 1
 
 
 def test_small_requests_overtake_one_that_waits_for_memory_only_for_a_limited_time():
@@ -354,7 +355,7 @@ def test_a_request_without_other_rows_does_not_wait_for_unaccounted_bytes():
 
 
 def test_an_idle_engine_refuses_a_request_that_never_fits_with_the_missing_bytes():
-    """A request that has not passed `EngineCore.clamp_max_tokens`."""
+    """A request that has not passed `MemoryNeeds.clamp_max_tokens`."""
     tight = driver(budget=14_000)
     tight.core.add_request(request("r", max_tokens=900, num_prompt=900))
     tight.core.step()

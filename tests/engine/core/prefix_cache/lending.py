@@ -156,7 +156,7 @@ class Engine(Driver):
 
     @property
     def cache(self) -> Any:
-        return self.core.prefix.store
+        return self.core.prefixes.store
 
     def nodes(self) -> list[SnapshotNode]:
         return [*(node for node in self.cache.nodes() if node.snapshot is not None), *self.cache._loose]
@@ -200,7 +200,7 @@ class Engine(Driver):
                 assert node.segment_bytes == BYTES_PER_TOKEN * segment.num_own
             assert node.owner is None or node in cache.owned_by(node.owner)
         assert held_bytes == cache.num_bytes
-        assert cache.num_bytes <= self.core.prefix.memory.max_bytes
+        assert cache.num_bytes <= self.core.prefixes.memory.max_bytes
         assert self.core.budget.free_bytes >= 0, f"{-self.core.budget.free_bytes} bytes are counted for two things"
         assert len(self.nodes()) == cache.num_segments
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.batch import ChunkTime
 from engine.core.prefix_cache.prompt_key import PromptKey
+from engine.core.runner import ChunkTime
 from engine.protocol import Boundary, EngineRequest, FinishReason, ImagePatches, PromptOrigin, SamplingParams
 from tests.support.driver import Driver
 from tests.support.fake_runner import BYTES_PER_TOKEN, STATE_BYTES, STOP, FakeRunner, answer
@@ -39,7 +39,7 @@ def cached(driver: Driver, *requests: EngineRequest) -> list[int]:
         driver.run({0: [one]})
         assert driver.finish[one.request_id] is FinishReason.LENGTH
         assert driver.tokens[one.request_id] == answer(one)
-        assert driver.core.prefix.store.integrity_error() is None
+        assert driver.core.prefixes.store.integrity_error() is None
     return [driver.chunks[one.request_id][0].num_cached for one in requests]
 
 
@@ -61,8 +61,8 @@ def test_a_second_conversation_hits_the_system_part_and_the_next_turn_the_turn_b
     first, other = request("a", SYSTEM, QUESTION), request("b", SYSTEM, QUESTION[::-1])
     following = request("c", SYSTEM, QUESTION, GENERATION, [30] * 20)
     assert cached(driver, first, other, following, replace(first, request_id="d")) == [0, 40, 70, 70]
-    assert driver.core.stats.num_cached_tokens == 180 == driver.core.prefix.store.counters.num_cached_tokens
-    assert (driver.core.prefix.store.counters.num_hits, driver.core.prefix.store.counters.num_misses) == (3, 1)
+    assert driver.core.stats.num_cached_tokens == 180 == driver.core.prefixes.store.counters.num_cached_tokens
+    assert (driver.core.prefixes.store.counters.num_hits, driver.core.prefixes.store.counters.num_misses) == (3, 1)
 
 
 def test_chunks_end_at_snapshot_boundaries_and_no_token_is_computed_twice(runner):
@@ -81,7 +81,7 @@ def test_chunks_end_only_with_the_system_part_where_the_runner_snapshots_prefixe
     assert prefills(runner) == [40, 70]
     following = request("b", SYSTEM, QUESTION, [5] * 40, [6] * 20)
     assert cached(driver, following) == [109]
-    assert driver.core.prefix.store.integrity_error() is None
+    assert driver.core.prefixes.store.integrity_error() is None
 
 
 def test_a_boundary_that_saves_fewer_than_min_tokens_is_passed_over(runner):
@@ -103,14 +103,10 @@ def test_only_the_configured_boundaries_get_snapshots(runner):
     assert snapshots(runner) == [70]
 
 
-def test_prompts_are_not_cached_when_the_cache_is_off_or_unsupported_by_the_model(runner):
+def test_prompts_are_not_cached_when_the_cache_is_off(runner):
     off = Driver(runner, config(enabled=False))
     assert cached(off, request("a", SYSTEM, QUESTION), request("b", SYSTEM, QUESTION)) == [0, 0]
-    assert off.core.prefix.status().off_reason == "prefix_cache.enabled is false"
-    runner.no_snapshots = "layer 3 cannot"
-    unable = Driver(runner, config())
-    assert cached(unable, request("a", SYSTEM, QUESTION), request("b", SYSTEM, QUESTION)) == [0, 0]
-    assert unable.core.prefix.status().off_reason == "layer 3 cannot" and not snapshots(runner)
+    assert off.core.prefixes.status().off_reason == "prefix_cache.enabled is false" and not snapshots(runner)
 
 
 def test_prefixes_that_take_less_time_than_a_snapshot_are_not_cached(runner, caplog):
@@ -147,7 +143,7 @@ def test_tenants_share_no_snapshots_and_the_miss_reports_the_tenant(runner):
     nobodys = request("c", SYSTEM, QUESTION)
     again = [replace(one, request_id=one.request_id * 2) for one in (mine, theirs, nobodys)]
     assert cached(driver, mine, theirs, nobodys, *again) == [0, 0, 0, 70, 70, 70]
-    misses = driver.core.prefix.status().recent_misses
+    misses = driver.core.prefixes.status().recent_misses
     assert [miss.reason for miss in misses] == ["tenant", "tenant", "cold"]
     assert not any(miss.prompt_token_ids or miss.stored_token_ids for miss in misses), "no tenant reads others' text"
 
@@ -186,8 +182,8 @@ def test_a_prompt_with_another_image_does_not_hit_behind_the_image(runner):
     blue = replace(red, request_id="blue", images=(picture("blue"),))
     again = [replace(red, request_id="red2"), replace(blue, request_id="blue2")]
     assert cached(driver, red, blue, *again) == [0, 40, 86, 86]
-    assert driver.core.prefix.status().recent_misses[0].reason == "image"
-    assert driver.core.prefix.status().recent_misses[0].num_common == 42
+    assert driver.core.prefixes.status().recent_misses[0].reason == "image"
+    assert driver.core.prefixes.status().recent_misses[0].num_common == 42
 
 
 def test_a_boundary_inside_an_image_gets_no_snapshot(runner):
@@ -208,7 +204,7 @@ def test_a_miss_names_the_changed_tools_or_template_arguments(runner, field, rea
     first = request("a", SYSTEM, QUESTION, origin=PromptOrigin(**{field: "one"}))
     second = request("b", changed, QUESTION, origin=PromptOrigin(**{field: "other"}))
     assert cached(driver, first, second) == [0, 0]
-    (miss, _) = driver.core.prefix.status().recent_misses
+    (miss, _) = driver.core.prefixes.status().recent_misses
     assert (miss.reason, miss.num_common, miss.num_cached) == (reason, 5, 0)
 
 
@@ -216,18 +212,18 @@ def test_a_miss_shows_where_the_text_differs(runner):
     driver = Driver(runner, config())
     changed = [*SYSTEM[:39], 77]
     assert cached(driver, request("a", SYSTEM, QUESTION), request("b", changed, QUESTION)) == [0, 0]
-    (miss, cold) = driver.core.prefix.status().recent_misses
+    (miss, cold) = driver.core.prefixes.status().recent_misses
     assert cold.reason == "cold" and cold.num_prompt_tokens == 73
     assert (miss.reason, miss.num_common, miss.request_id) == ("text", 39, "b")
     assert miss.prompt_token_ids == (77, *QUESTION[:7]) and miss.stored_token_ids[:1] == (139,)
-    assert driver.core.prefix.status().misses == {"cold": 1, "text": 1}
+    assert driver.core.prefixes.status().misses == {"cold": 1, "text": 1}
 
 
 def test_a_prompt_that_is_a_prefix_of_a_stored_one_is_reported_as_a_cold_miss(runner):
     driver = Driver(runner, config(boundaries=["turn"]))
     long = request("long", SYSTEM, [5] * 100, origin=PromptOrigin(template_kwargs="one"))
     assert cached(driver, long, request("short", SYSTEM, [5] * 20, generation=[5])) == [0, 0]
-    assert driver.core.prefix.status().recent_misses[0].reason == "cold"
+    assert driver.core.prefixes.status().recent_misses[0].reason == "cold"
 
 
 def test_a_rewritten_history_is_reported_as_changed_text_although_its_system_part_hits(runner):
@@ -235,9 +231,9 @@ def test_a_rewritten_history_is_reported_as_changed_text_although_its_system_par
     long = [[*range(300, 400)], [*range(400, 420)]]
     rewritten = [long[0][:90] + [5] * 10, long[1]]
     assert cached(driver, request("a", SYSTEM, *long), request("b", SYSTEM, *rewritten)) == [0, 40]
-    miss = driver.core.prefix.status().recent_misses[0]
+    miss = driver.core.prefixes.status().recent_misses[0]
     assert (miss.reason, miss.num_cached, miss.num_common, miss.boundary) == ("text", 40, 130, "turn")
-    assert driver.core.prefix.status().misses == {"cold": 1}, "it was a hit"
+    assert driver.core.prefixes.status().misses == {"cold": 1}, "it was a hit"
 
 
 PINNED = EngineRequest(
@@ -260,9 +256,9 @@ def test_a_conversation_that_returned_outlives_another_and_the_miss_reports_the_
     driver = Driver(runner, config(), lambda: next(milliseconds) / 1000)
     a, b = (request(name, [start + token for token in SYSTEM], QUESTION) for name, start in (("a", 0), ("b", 50)))
     assert cached(driver, a, b, replace(a, request_id="a2")) == [0, 0, 70]
-    driver.core.prefix.memory.evict()
+    driver.core.prefixes.memory.evict()
     assert cached(driver, replace(a, request_id="a3"), replace(b, request_id="b2")) == [70, 40]
-    miss = driver.core.prefix.status().recent_misses[0]
+    miss = driver.core.prefixes.status().recent_misses[0]
     assert (miss.reason, miss.boundary, miss.num_common) == ("evicted", "turn", 70)
 
 
@@ -273,9 +269,9 @@ def test_memory_of_a_long_conversation_grows_linearly_with_its_length(runner):
         parts.append([1000 + turn] * 25)
         hits = cached(driver, request(f"t{turn}", *parts))
         assert hits == [0 if not turn else 40 + 25 * turn]
-    entries = driver.core.prefix.status().entries
+    entries = driver.core.prefixes.status().entries
     num_tokens = 40 + 20 * 25
-    assert driver.core.prefix.store.num_bytes == num_tokens * BYTES_PER_TOKEN + len(entries) * STATE_BYTES
+    assert driver.core.prefixes.store.num_bytes == num_tokens * BYTES_PER_TOKEN + len(entries) * STATE_BYTES
     assert len(entries) == 21
 
 
@@ -283,7 +279,7 @@ def test_snapshots_behind_a_removed_one_still_hit(runner):
     driver = Driver(runner, config())
     parts = [SYSTEM, [1] * 25, [2] * 25, [3] * 25]
     cached(driver, request("a", *parts[:2]), request("b", *parts[:3]), request("c", *parts))
-    cache = driver.core.prefix.store
+    cache = driver.core.prefixes.store
     middle = next(entry for entry in cache.nodes() if entry.num_tokens == 90)
     before = cache.num_bytes
     cache.forget(middle)
@@ -299,7 +295,7 @@ def test_a_snapshot_larger_than_the_whole_cache_is_rejected_without_eviction(run
     assert cached(driver, request("a", SYSTEM, QUESTION)) == [0]
     huge = request("b", list(range(500)), QUESTION)
     assert cached(driver, huge, replace(huge, request_id="c"), request("a2", SYSTEM, QUESTION)) == [0, 0, 70]
-    assert driver.core.prefix.store.counters.num_rejected > 0 == driver.core.prefix.store.counters.num_evicted
+    assert driver.core.prefixes.store.counters.num_rejected > 0 == driver.core.prefixes.store.counters.num_evicted
 
 
 def test_a_pinned_snapshot_survives_other_prompts_and_clearing(runner):
@@ -307,10 +303,10 @@ def test_a_pinned_snapshot_survives_other_prompts_and_clearing(runner):
     cached(driver, PINNED)
     others = [request(f"r{i}", [300 + 50 * i + token for token in range(40)], QUESTION) for i in range(6)]
     cached(driver, *others)
-    driver.core.prefix.clear()
+    driver.core.prefixes.clear()
     assert cached(driver, request("b", SYSTEM, QUESTION)) == [40]
-    (entry, *_) = [entry for entry in driver.core.prefix.status().entries if entry.pinned]
-    assert entry.num_tokens == 40 and driver.core.prefix.status().num_pinned == 1
+    (entry, *_) = [entry for entry in driver.core.prefixes.status().entries if entry.pinned]
+    assert entry.num_tokens == 40 and driver.core.prefixes.status().num_pinned == 1
 
 
 def test_a_snapshot_that_does_not_fit_beside_pinned_ones_is_rejected_without_eviction(runner):
@@ -318,17 +314,17 @@ def test_a_snapshot_that_does_not_fit_beside_pinned_ones_is_rejected_without_evi
     small = request("small", [9] * 20, [8] * 20)
     large = request("large", list(range(350)), QUESTION)
     assert cached(driver, PINNED, small, large, replace(small, request_id="again")) == [0, 0, 0, 40]
-    assert driver.core.prefix.status().num_rejected == 1 and driver.core.prefix.status().num_evicted == 0
+    assert driver.core.prefixes.status().num_rejected == 1 and driver.core.prefixes.status().num_evicted == 0
 
 
 def test_clearing_empties_the_cache_and_the_next_miss_reports_it(runner):
     driver = Driver(runner, config())
     cached(driver, request("a", SYSTEM, QUESTION))
-    cleared = driver.core.prefix.clear()
+    cleared = driver.core.prefixes.clear()
     assert (cleared.num_entries, cleared.num_bytes) == (2, PER_PROMPT)
-    assert driver.core.prefix.status().num_bytes == driver.core.prefix.status().num_entries == 0
+    assert driver.core.prefixes.status().num_bytes == driver.core.prefixes.status().num_entries == 0
     assert cached(driver, request("b", SYSTEM, QUESTION)) == [0]
-    assert driver.core.prefix.status().recent_misses[0].reason == "cleared"
+    assert driver.core.prefixes.status().recent_misses[0].reason == "cleared"
 
 
 def test_clearing_the_cache_while_a_prompt_continues_a_snapshot_costs_no_answer(runner):
@@ -337,10 +333,10 @@ def test_clearing_the_cache_while_a_prompt_continues_a_snapshot_costs_no_answer(
     driver.core.add_request(request("b", SYSTEM, QUESTION, [300] * 60))
     driver.core.step()
     driver.core.step()
-    driver.core.prefix.clear()
+    driver.core.prefixes.clear()
     driver.run({0: []})
     assert driver.tokens["b"] == answer(request("b", SYSTEM, QUESTION))
-    assert driver.core.prefix.store.integrity_error() is None
+    assert driver.core.prefixes.store.integrity_error() is None
     assert cached(driver, request("c", SYSTEM, QUESTION, [300] * 60, [5] * 10)) == [130]
 
 
@@ -348,8 +344,8 @@ def test_the_complete_snapshots_of_an_aborted_prompt_stay_in_the_cache(runner):
     driver = Driver(runner, EngineConfig(prefill_chunk_tokens=16))
     long = request("a", SYSTEM, [300] * 60)
     driver.run({0: [long]}, aborts={5: ["a"]})
-    assert [entry.num_tokens for entry in driver.core.prefix.status().entries] == [40]
-    assert driver.core.prefix.store.integrity_error() is None
+    assert [entry.num_tokens for entry in driver.core.prefixes.status().entries] == [40]
+    assert driver.core.prefixes.store.integrity_error() is None
     assert cached(driver, replace(long, request_id="b")) == [40]
 
 
@@ -359,20 +355,20 @@ def test_a_failed_prompt_removes_the_snapshots_it_has_stored(runner):
     driver.core.add_request(request("a", [9, *SYSTEM], [300] * 60))
     for _ in range(4):
         driver.core.step()
-    assert {entry.num_tokens for entry in driver.core.prefix.status().entries} == {40, 41, 70}
+    assert {entry.num_tokens for entry in driver.core.prefixes.status().entries} == {40, 41, 70}
     runner.broken = {"prefill"}
     driver.core.step()
     assert driver.finish["a"] is FinishReason.ERROR
     runner.broken = set()
-    assert {entry.num_tokens for entry in driver.core.prefix.status().entries} == {40, 70}
-    assert driver.core.prefix.store.integrity_error() is None
+    assert {entry.num_tokens for entry in driver.core.prefixes.status().entries} == {40, 70}
+    assert driver.core.prefixes.store.integrity_error() is None
 
 
 def test_a_state_that_is_not_finite_is_not_stored(runner, monkeypatch):
     monkeypatch.setattr(runner, "snapshot", lambda rows, parent: None)
     driver = Driver(runner, config())
     assert cached(driver, request("a", SYSTEM, QUESTION), request("b", SYSTEM, QUESTION)) == [0, 0]
-    assert driver.core.prefix.status().num_entries == 0 and driver.core.prefix.status().num_rejected == 2
+    assert driver.core.prefixes.status().num_entries == 0 and driver.core.prefixes.status().num_rejected == 2
 
 
 def test_a_snapshot_that_failed_to_restore_stays_for_the_next_prompt(runner):
@@ -380,7 +376,7 @@ def test_a_snapshot_that_failed_to_restore_stays_for_the_next_prompt(runner):
     cached(driver, request("a", SYSTEM, QUESTION))
     runner.broken = {"restore"}
     assert cached(driver, request("b", SYSTEM, QUESTION)) == [0]
-    assert driver.core.prefix.status().num_unusable == 2, "the turn's, then the system part's"
+    assert driver.core.prefixes.status().num_unusable == 2, "the turn's, then the system part's"
     runner.broken = set()
     assert cached(driver, request("c", SYSTEM, QUESTION)) == [70]
 
@@ -407,20 +403,20 @@ def test_a_preempted_row_continues_from_its_own_snapshot_and_counts_its_prompt_o
     assert driver.tokens["slow"] == answer(slow) and driver.core.stats.num_preempted == 1
     assert [call[1:] for call in runner.calls if call[0] == "restore"] == [("fast/0", 40), ("slow/0", 70)]
     assert {chunk.num_cached for chunk in driver.chunks["slow"]} == {0}
-    assert driver.core.prefix.store.counters.num_hits == driver.core.prefix.store.counters.num_misses == 1
+    assert driver.core.prefixes.store.counters.num_hits == driver.core.prefixes.store.counters.num_misses == 1
 
 
 def test_inconsistent_accounts_are_detected_when_idle_and_the_cache_is_emptied(runner, caplog):
     driver = Driver(runner, config())
     cached(driver, request("a", SYSTEM, QUESTION))
-    driver.core.prefix.store.num_bytes += 1
+    driver.core.prefixes.store.num_bytes += 1
     for i in range(100):  # it does not look all the time
         if "the prefix cache is inconsistent and is cleared" in caplog.text:
             break
         time.sleep(0.01)
         driver.run({0: [EngineRequest(f"x{i}", np.array([1], np.int32), SamplingParams(1), (STOP,))]})
     assert "the prefix cache is inconsistent and is cleared" in caplog.text
-    status = driver.core.prefix.status()
+    status = driver.core.prefixes.status()
     assert status.num_entries == status.num_bytes == 0 and status.num_integrity_errors == 1
     assert cached(driver, request("b", SYSTEM, QUESTION), request("c", SYSTEM, QUESTION)) == [0, 70]
 
@@ -428,7 +424,7 @@ def test_inconsistent_accounts_are_detected_when_idle_and_the_cache_is_emptied(r
 def test_bytes_and_entries_of_the_status_add_up(runner):
     driver = Driver(runner, config())
     cached(driver, request("a", SYSTEM, QUESTION, tenant="salt"), request("b", SYSTEM, QUESTION, tenant="salt"))
-    status = driver.core.prefix.status()
+    status = driver.core.prefixes.status()
     assert sum(entry.num_bytes for entry in status.entries) == status.num_bytes == PER_PROMPT
     assert [(entry.kind, entry.num_hits, entry.where) for entry in status.entries] == [
         ("system", 0, "memory"),

@@ -21,27 +21,27 @@ def driver() -> Driver:
 
 
 def test_peek_returns_the_longest_cached_prefix_and_changes_no_counter(driver):
-    assert driver.core.prefix.peek(OLDER) == 0
+    assert driver.core.prefixes.peek(OLDER) == 0
     cached(driver, OLDER)
-    counters = replace(driver.core.prefix.store.counters)
+    counters = replace(driver.core.prefixes.store.counters)
     following = request("next", [60] * 40, QUESTION, [30] * 20)
-    assert driver.core.prefix.peek(following) == 70
-    assert driver.core.prefix.peek(replace(following, tenant="other")) == 0
-    assert driver.core.prefix.store.counters == counters
+    assert driver.core.prefixes.peek(following) == 70
+    assert driver.core.prefixes.peek(replace(following, tenant="other")) == 0
+    assert driver.core.prefixes.store.counters == counters
 
 
 def test_a_peeked_snapshot_is_evicted_after_the_others(driver):
     newer = request("newer", [61] * 40, QUESTION)
     cached(driver, OLDER, newer)
-    assert driver.core.prefix.peek(OLDER) == 70
-    driver.core.prefix.memory.evict()
-    assert [driver.core.prefix.peek(one) for one in (OLDER, newer)] == [70, 0]
+    assert driver.core.prefixes.peek(OLDER) == 70
+    driver.core.prefixes.memory.evict()
+    assert [driver.core.prefixes.peek(one) for one in (OLDER, newer)] == [70, 0]
 
 
 def test_peek_finds_no_prefix_when_the_cache_is_off():
     driver = Driver(FakeRunner(), config(enabled=False))
     cached(driver, OLDER)
-    assert driver.core.prefix.peek(OLDER) == 0
+    assert driver.core.prefixes.peek(OLDER) == 0
 
 
 def test_a_prompt_whose_prefix_is_not_cached_is_prefilled_whole_by_its_plan(driver):

@@ -56,11 +56,11 @@ class Engine(Driver):
             self.run({0: [one]})
             self.files.flush()
             assert self.finish[one.request_id] is FinishReason.LENGTH and self.tokens[one.request_id] == answer(one)
-            assert self.core.prefix.store.integrity_error() is None
+            assert self.core.prefixes.store.integrity_error() is None
         return [self.chunks[one.request_id][0].num_cached for one in requests]
 
     def where(self) -> dict[int, str]:
-        return {entry.num_tokens: entry.where for entry in self.core.prefix.status().entries}
+        return {entry.num_tokens: entry.where for entry in self.core.prefixes.status().entries}
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_snapshot_evicted_from_memory_is_read_back_from_its_file(engines):
     first, other = request("a", SYSTEM, [1] * 20), request("b", [500 + t for t in SYSTEM[:30]], [1] * 21)
     assert engine.cached(first, other, replace(first, request_id="c")) == [0, 0, 60]
     assert set(engine.where().values()) == {"disk", "both"}
-    assert engine.core.prefix.store.counters.num_evicted > 0
+    assert engine.core.prefixes.store.counters.num_evicted > 0
 
 
 def test_a_chain_is_read_back_without_the_states_in_between(engines):
@@ -96,8 +96,8 @@ def test_a_chain_is_read_back_without_the_states_in_between(engines):
     room = 4 * STATE_BYTES + 300 * BYTES_PER_TOKEN
     engine = restarted(engines, before, max_bytes=room)
     assert engine.cached(request("again", *turns(12))) == [40 + 12 * 20]
-    assert engine.core.prefix.store.num_bytes <= room
-    assert engine.core.prefix.store.counters.num_evicted == 0, "no other snapshot was evicted for them"
+    assert engine.core.prefixes.store.num_bytes <= room
+    assert engine.core.prefixes.store.counters.num_evicted == 0, "no other snapshot was evicted for them"
 
 
 def test_prefix_that_does_not_fit_into_the_cache_is_read_into_the_row_that_continues_it(engines):
@@ -105,7 +105,7 @@ def test_prefix_that_does_not_fit_into_the_cache_is_read_into_the_row_that_conti
     before.cached(request("a", *turns(12)))
     engine = restarted(engines, before, max_bytes=2 * STATE_BYTES)
     assert engine.cached(request("b", *turns(12))) == [280]
-    assert engine.core.prefix.store.num_bytes <= 2 * STATE_BYTES
+    assert engine.core.prefixes.store.num_bytes <= 2 * STATE_BYTES
 
 
 def test_prefix_that_does_not_fit_into_the_cache_is_computed_for_several_rows(engines):
@@ -123,7 +123,7 @@ def test_an_answer_is_written_when_the_kv_segments_in_front_of_it_are_returned(e
     spec = replace(request("a", SYSTEM, [1] * 60), sampling=SamplingParams(70, seed=1))
     engine.run({0: [spec]})
     engine.files.flush()
-    kinds = {entry.kind for entry in engine.core.prefix.store.nodes()}
+    kinds = {entry.kind for entry in engine.core.prefixes.store.nodes()}
     assert {meta.kind for meta in engine.files.entries()} == kinds >= {"answer"}
 
 
@@ -133,10 +133,10 @@ def test_entries_that_wait_to_be_written_are_listed_once(engines):
     engine.core.add_request(ask)
     while "a" not in engine.chunks:
         engine.core.step()
-    tier = engine.core.prefix._disk
+    tier = engine.core.prefixes._disk
     waiting = set(tier._waiting)
     for _ in range(5):
-        engine.core.prefix.write_behind()
+        engine.core.prefixes.write_behind()
     assert waiting and set(tier._waiting) == waiting
     engine.run({0: []})
     engine.files.flush()
@@ -162,7 +162,7 @@ def test_two_prompts_that_read_the_same_snapshot_at_the_same_time_are_both_serve
     for ask in asks:
         assert engine.chunks[ask.request_id][0].num_cached >= 40 + 20 * num_turns
         assert engine.tokens[ask.request_id] == answer(ask)
-    assert engine.core.stats.num_failed == 0 and engine.core.prefix.store.integrity_error() is None
+    assert engine.core.stats.num_failed == 0 and engine.core.prefixes.store.integrity_error() is None
 
 
 def test_layers_are_copied_step_by_step_while_rows_decode(engines, monkeypatch):
@@ -189,10 +189,10 @@ def test_entries_of_evicted_files_are_pruned_and_the_next_miss_reports_the_evict
     engine = engines(max_bytes=4 * STATE_BYTES, max_gb=2**16 / 2**30)
     for i in range(200):
         engine.cached(request(f"r{i}", [i * 50 + t for t in range(40)], [1] * 20))
-    engine.core.prefix.store.prune()
-    assert len(engine.core.prefix.store) <= len(engine.files.entries()) + 4 < 100
+    engine.core.prefixes.store.prune()
+    assert len(engine.core.prefixes.store) <= len(engine.files.entries()) + 4 < 100
     miss = engine.cached(request("old", list(range(40)), [1] * 20))
-    assert miss == [0] and engine.core.prefix.status().recent_misses[0].reason == "evicted"
+    assert miss == [0] and engine.core.prefixes.status().recent_misses[0].reason == "evicted"
 
 
 def test_a_failed_restore_does_not_remove_the_files_of_the_snapshots(engines):
@@ -217,7 +217,7 @@ def test_a_snapshot_that_cannot_be_read_back_costs_a_prefill_and_no_answer(engin
 
     monkeypatch.setattr(engine.runner, "import_snapshot", failing)
     assert engine.cached(request("b", SYSTEM, [1] * 20)) == [0]
-    assert engine.core.prefix.status().num_unusable == 1
+    assert engine.core.prefixes.status().num_unusable == 1
     assert engine.core.stats.failed_steps_in_a_row == 0
     monkeypatch.undo()
     assert engine.cached(request("c", SYSTEM, [1] * 20)) == [60]
@@ -236,7 +236,7 @@ def test_a_file_is_kept_when_its_parent_is_evicted_from_memory_while_it_is_read(
     monkeypatch.setattr(engine.files, "load", lambda digest, prefix: read)
     engine.core.add_request(request("c", SYSTEM, [1] * 90))
     engine.core.step()
-    cache = engine.core.prefix.store
+    cache = engine.core.prefixes.store
     (turn,) = [entry for entry in cache.nodes() if entry.num_tokens == 130]
     system = cache.get(turn.parent_digest)
     assert system is not None
@@ -257,7 +257,7 @@ def test_a_read_from_a_hanging_disk_is_abandoned_after_the_timeout(engines, monk
     hang(engine, monkeypatch)
     began = time.monotonic()
     assert engine.cached(request("b", SYSTEM, [1] * 20)) == [0]
-    assert time.monotonic() - began >= 0.2 and engine.core.prefix.status().num_unusable == 1
+    assert time.monotonic() - began >= 0.2 and engine.core.prefixes.status().num_unusable == 1
 
 
 def test_an_abort_or_a_clear_while_prompts_wait_for_the_disk_costs_no_answer(engines, monkeypatch):
@@ -272,14 +272,14 @@ def test_an_abort_or_a_clear_while_prompts_wait_for_the_disk_costs_no_answer(eng
     engine.core.add_request(request("cleared", SYSTEM, [1] * 20))
     engine.core.step()
     monkeypatch.undo()
-    engine.core.prefix.clear()
-    engine.core.prefix.clear_files()
+    engine.core.prefixes.clear()
+    engine.core.prefixes.clear_files()
     [prompt] = engine.core.scheduler.prefills.in_progress
     assert prompt.session is not None and prompt.session.reading is not None
     prompt.session.reading.until_s = 0.0
     engine.run({0: []})
     assert engine.tokens["cleared"] == answer(request("cleared", SYSTEM, [1] * 20)) and "gone" not in engine.tokens
-    assert engine.core.prefix.store.integrity_error() is None
+    assert engine.core.prefixes.store.integrity_error() is None
 
 
 def pinned(name: str, ids: list[int]) -> EngineRequest:
@@ -291,31 +291,33 @@ def pinned(name: str, ids: list[int]) -> EngineRequest:
 def test_a_pinned_prompt_is_pinned_even_if_its_tokens_were_stored_as_another_kind(engines):
     before = engines()
     before.cached(EngineRequest("raw", np.array([*SYSTEM, 1], np.int32), SamplingParams(2), (STOP,)))
-    assert [entry.kind for entry in before.core.prefix.status().entries] == ["prompt"]
+    assert [entry.kind for entry in before.core.prefixes.status().entries] == ["prompt"]
     engine = restarted(engines, before)
     engine.cached(pinned("pin", SYSTEM))
-    assert [(entry.num_tokens, entry.pinned) for entry in engine.core.prefix.status().entries] == [(40, True)]
+    assert [(entry.num_tokens, entry.pinned) for entry in engine.core.prefixes.status().entries] == [(40, True)]
 
 
 def test_a_shorter_system_part_is_not_pinned_in_place_of_the_whole(engines):
     engine = engines()
     engine.cached(request("a", SYSTEM[:30], [1] * 20), pinned("pin", SYSTEM))
-    assert {e.num_tokens: e.pinned for e in engine.core.prefix.status().entries} == {50: False, 30: False, 40: True}
+    assert {e.num_tokens: e.pinned for e in engine.core.prefixes.status().entries} == {50: False, 30: False, 40: True}
 
 
 def test_clearing_keeps_a_pinned_snapshot_even_if_its_parent_is_only_on_disk(engines):
     clock = Clock(0.0)
     engine = engines(max_bytes=3 * STATE_BYTES + 120 * BYTES_PER_TOKEN, clock=clock)
-    engine.core.prefix.memory.seconds = lambda start, end: float(end - start)  # reading is cheaper, however slow it is
+    engine.core.prefixes.memory.seconds = lambda start, end: float(
+        end - start
+    )  # reading is cheaper, however slow it is
     engine.cached(request("a", SYSTEM[:20], [1] * 20), pinned("pin", SYSTEM))
     for i in range(4):
         clock.advance(1)
         engine.cached(request(f"r{i}", [i * 50 + t for t in range(300, 340)], [1] * 20))
     assert engine.where()[20] == "disk"
-    engine.core.prefix.clear()
-    engine.core.prefix.clear_files()
+    engine.core.prefixes.clear()
+    engine.core.prefixes.clear_files()
     engine.files.flush()
-    assert engine.where() == {40: "memory"} and engine.core.prefix.store.integrity_error() is None
+    assert engine.where() == {40: "memory"} and engine.core.prefixes.store.integrity_error() is None
     assert engine.cached(request("b", SYSTEM, [1] * 20)) == [40]
 
 
@@ -323,7 +325,7 @@ def test_a_file_stored_behind_another_parent_is_read_back_behind_that_parent(eng
     one, other = engines(), engines()  # two processes with one directory
     one.cached(request("a", SYSTEM, [1] * 20))
     whole = [*SYSTEM, *[1] * 20]
-    other.core.prefix.memory.max_bytes = STATE_BYTES + 70 * BYTES_PER_TOKEN
+    other.core.prefixes.memory.max_bytes = STATE_BYTES + 70 * BYTES_PER_TOKEN
     other.cached(request("b", whole[:20], whole[20:]))
     other.cached(request("c", [9] * 50, [1] * 5))
     assert other.cached(request("d", whole[:20], whole[20:])) == [60]

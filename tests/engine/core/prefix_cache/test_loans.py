@@ -287,7 +287,7 @@ def test_a_prompt_that_could_not_take_over_its_prefix_is_not_assigned_it_again(m
     """Otherwise it would be admitted and refused for ever, in one and the same step."""
     engine = tight(640, 3, cache={"answers": False}, clock=Clock())
     engine.ask(FIRST)
-    prefix, next_turn = engine.core.prefix, following("next", FIRST, *tokens(2, 400))
+    prefix, next_turn = engine.core.prefixes, following("next", FIRST, *tokens(2, 400))
 
     def refuse(prompt: Prompt, *args: float) -> bool:
         prefix.revoke(prompt)
@@ -555,7 +555,7 @@ def test_a_request_aborted_in_the_queue_leaves_the_cache_unchanged(engine):
 
 def test_clearing_the_cache_does_not_change_the_tokens_of_running_rows(engine):
     engine.start(LONG)
-    engine.core.prefix.clear()
+    engine.core.prefixes.clear()
     engine.check()
     assert not engine.lent() and engine.cache.num_bytes == 0
     engine.finish_all()
@@ -565,7 +565,7 @@ def test_clearing_the_cache_does_not_change_the_tokens_of_running_rows(engine):
 
 def test_clearing_the_cache_does_not_change_the_tokens_of_a_prompt_in_progress(engine):
     engine.begin(LONG)
-    engine.core.prefix.clear()
+    engine.core.prefixes.clear()
     engine.check()
     engine.finish_all()
     assert engine.tokens["b"] == answer(LONG)
@@ -574,7 +574,7 @@ def test_clearing_the_cache_does_not_change_the_tokens_of_a_prompt_in_progress(e
 
 def test_a_snapshot_that_is_stored_again_after_clearing_is_not_taken_for_the_lent_one(engine):
     engine.start(LONG)
-    engine.core.prefix.clear()
+    engine.core.prefixes.clear()
     again = request("again", tokens(1, 200))
     engine.start(again)
     assert engine.lent() == {"again/0": [TURN]}
@@ -865,7 +865,7 @@ class Traffic:
         if rng.random() < 0.04 and self.sent:
             engine.core.abort(rng.choice(list(self.sent)))
         if rng.random() < 0.01:
-            engine.core.prefix.clear()
+            engine.core.prefixes.clear()
         if rng.random() < 0.01:
             engine.core.free_evictable()
         if rng.random() < 0.03 and (running := list(engine.core.scheduler._running.values())):
@@ -908,7 +908,7 @@ class Traffic:
 
     def _add(self, name: str, one: Any) -> None:
         self.sent[name] = one
-        self.engine.core.add_request(self.engine.core.clamp_max_tokens(one))
+        self.engine.core.add_request(self.engine.core.budget.needs.clamp_max_tokens(one, self.engine.core.pinned_bytes))
 
 
 def rng_index(rng: random.Random) -> int:

@@ -40,7 +40,7 @@ class Node(Driver):
     def _write(self, digest: str) -> "Future[bool]":
         """As on the engine's thread, which waits meanwhile."""
         done: Future[bool] = Future()
-        done.set_result(self.core.prefix.write_now(digest))
+        done.set_result(self.core.prefixes.write_now(digest))
         return done
 
     def serve(self, *requests: EngineRequest) -> list[int]:
@@ -49,11 +49,11 @@ class Node(Driver):
             self.run({0: [one]})
             self.files.flush()
             assert self.finish[one.request_id] is FinishReason.LENGTH and self.tokens[one.request_id] == answer(one)
-            assert self.core.prefix.store.integrity_error() is None
+            assert self.core.prefixes.store.integrity_error() is None
         return [self.chunks[one.request_id][0].num_cached for one in requests]
 
     def holder(self, num_tokens: int, address: str | None = None) -> PrefixHolder:
-        entry = next(e for e in self.core.prefix.store.nodes() if e.num_tokens == num_tokens)
+        entry = next(e for e in self.core.prefixes.store.nodes() if e.num_tokens == num_tokens)
         return PrefixHolder(address or self.exchange.address, entry.digest, num_tokens)
 
     @property
@@ -85,7 +85,7 @@ def test_a_prefix_that_another_node_holds_is_fetched(nodes):
     follow_up = replace(request("again", *turns(4)), holder=there.holder(LENGTH))
     assert here.serve(follow_up) == [LENGTH]
     assert here.exchange.status().num_fetched == there.exchange.status().num_served == 4
-    assert (here.failures, here.core.prefix.store.counters.num_hits) == ({}, 1)
+    assert (here.failures, here.core.prefixes.store.counters.num_hits) == ({}, 1)
     assert here.serve(replace(follow_up, request_id="later", holder=None)) == [LENGTH + 20]
 
 
@@ -116,7 +116,7 @@ def test_nothing_is_fetched_if_computing_is_faster(nodes):
 def test_a_slow_node_is_measured_again_later(nodes, monkeypatch):
     there, here = nodes(), nodes()
     there.serve(request("t", *turns(3)))
-    address, fetcher = there.exchange.address, here.core.prefix._restorer._fetcher
+    address, fetcher = there.exchange.address, here.core.prefixes._restorer._fetcher
     here.core.costs.record_fetch(address, 1000, 1e6)
     fetcher._measured_s[address] = fetcher._clock() - 1000
     assert here.serve(replace(request("again", *turns(4)), holder=there.holder(LENGTH))) == [LENGTH]

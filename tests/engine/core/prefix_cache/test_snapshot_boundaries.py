@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from engine.config import BoundaryKind
-from engine.core.batch import ChunkTime
 from engine.core.cost_model import CostModel
 from engine.core.prefix_cache.prompt_key import Media, PromptKey
 from engine.core.prefix_cache.snapshot_boundaries import MOST_LEAST_TOKENS, choose_boundaries, least_tokens
+from engine.core.runner import ChunkTime
 from engine.protocol import Boundary
 
 

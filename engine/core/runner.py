@@ -42,6 +42,11 @@ class Drafts:
         """Whether the proposer drafts for some rows only, see SELECTIVE."""
         return self.proposer in SELECTIVE
 
+    @property
+    def name(self) -> str:
+        """The number of drafts by the MTP head, as "3"; proposer and number of others, as "prompt_lookup 4"."""
+        return str(self.num_tokens) if self.proposer == PLAIN.proposer else f"{self.proposer} {self.num_tokens}"
+
 
 PLAIN = Drafts()
 
@@ -58,7 +63,7 @@ class RowOutput:
     """Draft tokens that were verified."""
     num_accepted: int = 0
     """Accepted draft tokens, including those after the row's last token, which are not in token_ids."""
-    proposer: Proposer = "mtp"
+    proposer: Proposer = PLAIN.proposer
     """Where the draft tokens come from."""
     can_look_up: bool = False
     """Whether prompt lookup could draft the row's next tokens."""
@@ -75,7 +80,7 @@ class PrefillOutput:
     """The result of a chunk."""
 
     num_tokens: int
-    """Computed prompt tokens; 0 if an image was encoded instead."""
+    """Computed prompt tokens."""
     first: Mapping[str, RowOutput] | None = None
     """Row id -> first token of every choice, once the prompt is complete and its rows have joined; None before."""
 
@@ -150,8 +155,6 @@ class ModelRunner(Protocol):
     capabilities: dict[str, Any]
     image_token_id: int | None
     """The placeholder of images in prompts; None for a text model."""
-    no_snapshots: str | None
-    """Why this model's prompts cannot be cached, None if they can."""
     snapshots_prefixes: bool
     """Whether `snapshot` can return the state after fewer tokens of a prompt than are computed."""
     no_sparse: str | None
@@ -209,8 +212,7 @@ class ModelRunner(Protocol):
         """Compute at most the next `max_tokens` tokens of the prompt that `rows` share.
 
         With its last token the rows join the decode batch, in the group `row.decode_group`; a row with `pooling` gets
-        its embedding instead and does not join. As long as `next_image` returns an image, the rest of that image is
-        encoded instead.
+        its embedding instead and does not join. `next_image` must have returned None, if the prompt has images.
         """
         ...
 
