@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from engine.config import EngineConfig
-from engine.core.request import Matcher
+from engine.core.row import Matcher
 from engine.processing.checkpoint import read_optional_json, resolve_checkpoint
 from engine.processing.grammar import GrammarCompiler
 from engine.processing.json_schema import FreeLimits

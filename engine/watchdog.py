@@ -11,7 +11,7 @@ from engine.awake import Awake
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.core.progress import Work
-from engine.core.request import named
+from engine.core.row import named
 from engine.host_memory import HostMemory
 from engine.protocol import EngineFailed, WorkInHand
 

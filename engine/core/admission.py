@@ -7,7 +7,7 @@ from engine.core.preemption import Preemption, Victim
 from engine.core.prefill_scheduler import PrefillScheduler
 from engine.core.prompt import USUAL_ANSWER, Prompt
 from engine.core.prompt_queue import PromptQueue
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.scheduler_context import SchedulerContext
 from engine.timeline import Obstacle
 
@@ -45,7 +45,7 @@ class Admission:
         context: SchedulerContext,
         *,
         queue: PromptQueue,
-        running: Mapping[str, Request],
+        running: Mapping[str, Row],
         prefills: PrefillScheduler,
         preemption: Preemption,
     ):
@@ -246,6 +246,6 @@ def _note_obstacle(prompt: Prompt, obstacle: Obstacle) -> None:
         row.record.blocked(obstacle)
 
 
-def _num_tokens_left(row: Request) -> int:
+def _num_tokens_left(row: Row) -> int:
     """Return how many tokens the row may still generate."""
     return row.sampling.max_tokens - len(row.output_token_ids)

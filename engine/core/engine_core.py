@@ -19,7 +19,7 @@ from engine.core.prompt import Prompt
 from engine.core.proposer_record import modes_of
 from engine.core.quoting.load import LoadRecorder
 from engine.core.quoting.quoter import Quoter
-from engine.core.request import Matcher, Request, RequestState, named
+from engine.core.row import Matcher, Row, RowState, named
 from engine.core.runner import Drafts, ImageLeft, ModelRunner, PrefillOutput, PromptChunk
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_context import SchedulerContext
@@ -131,7 +131,7 @@ class EngineCore:
             arrived_s: When it arrived, on the engine's clock; None for now.
         """
         each = matchers or [None] * len(spec.open_choices)
-        rows = [Request(spec, index, matcher) for index, matcher in zip(spec.open_choices, each, strict=True)]
+        rows = [Row(spec, index, matcher) for index, matcher in zip(spec.open_choices, each, strict=True)]
         self.scheduler.add(rows, arrived_s)
         self._loads.request_arrived(rows[0])
 
@@ -245,10 +245,10 @@ class EngineCore:
         for one in preempted:
             if one.num_prefilled:
                 self.prefixes.take_prompt(one.prompt, one.num_prefilled)
-            elif one.num_prefilled is None and one.rows[0].state is not RequestState.FINISHED:
+            elif one.num_prefilled is None and one.rows[0].state is not RowState.FINISHED:
                 self.prefixes.take_row(one.rows[0])
 
-    def _drop(self, rows: Sequence[Request], prompts: Iterable[Prompt]) -> None:
+    def _drop(self, rows: Sequence[Row], prompts: Iterable[Prompt]) -> None:
         """Drop rows, which ends what their prompts still use of the prefix cache."""
         row_ids = [row.id for row in rows]
         for prompt in prompts:
@@ -447,7 +447,7 @@ class EngineCore:
         message, retry_after_s = f"prefill failed: {type(error).__name__}", None if works else retry_after.STEP_FAILED_S
         self._publish(self.scheduler.fail_prefill(prompt, message, retry_after_s))
 
-    def _device_works(self, rows: Sequence[Request]) -> bool:
+    def _device_works(self, rows: Sequence[Row]) -> bool:
         """Return whether a probe forward succeeds: tells a failing device from a prompt that fails by itself."""
         try:
             self.runner.probe()

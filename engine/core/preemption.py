@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from engine.core.cost_model import CostModel
 from engine.core.prompt import Prompt
-from engine.core.request import Request, RequestState
+from engine.core.row import Row, RowState
 from engine.core.scheduler_context import SchedulerContext
 from engine.core.virtual_token_counter import VirtualTokenCounter
 
@@ -19,7 +19,7 @@ LATE_PART = 0.8
 """After this share of queue_timeout_s a prompt may preempt rows earlier, because it would expire soon."""
 
 
-Victim = Request | Prompt
+Victim = Row | Prompt
 """A decoding row, or a prompt in progress with all its rows."""
 
 V = TypeVar("V", bound=Victim)
@@ -36,7 +36,7 @@ class Preemption:
         running: The decoding rows by row id, in the order of joining; the scheduler's own mapping.
     """
 
-    def __init__(self, context: SchedulerContext, shares: VirtualTokenCounter, running: Mapping[str, Request]):
+    def __init__(self, context: SchedulerContext, shares: VirtualTokenCounter, running: Mapping[str, Row]):
         self._config = context.config
         self._budget = context.budget
         self._costs = context.costs
@@ -73,7 +73,7 @@ class Preemption:
         own_s, row = self._costs.prompt_s(0, queued.end), prompt.row
         return now - queued.arrived_s >= max(own_s, recompute_s(row, self._costs)) * 2**row.num_restarts
 
-    def choose_for_fairness(self, queued: Prompt, now: float, num_rows: int, num_bytes: int) -> list[Request]:
+    def choose_for_fairness(self, queued: Prompt, now: float, num_rows: int, num_bytes: int) -> list[Row]:
         """Choose the latest rows of clients above their fair share, in rows or bytes, for a client below its own.
 
         The choice is empty if they do not suffice, or if recomputing them takes longer than `queued` has waited. The
@@ -114,7 +114,7 @@ class Preemption:
 
         return min([*reversed(in_progress), *reversed(list(self._running.values()))], key=price)
 
-    def _unprotected(self, now: float) -> list[Request]:
+    def _unprotected(self, now: float) -> list[Row]:
         """Return the rows that may be preempted now, the latest first."""
         return [row for row in reversed(list(self._running.values())) if row.keep_until_s <= now]
 
@@ -131,13 +131,13 @@ class Preemption:
         return list(candidates[: next(num for num in range(len(candidates) + 1) if suffice(num))])
 
 
-def recompute_s(row: Request, costs: CostModel) -> float:
+def recompute_s(row: Row, costs: CostModel) -> float:
     """Predict the seconds of recomputing what was computed of a row after its cached prefix, without a new snapshot."""
-    end = row.num_prefilled if row.state is RequestState.PREFILL else row.num_tokens
+    end = row.num_prefilled if row.state is RowState.PREFILL else row.num_tokens
     return costs.prompt_s(min(row.num_cached, end), end)
 
 
-def _rows(victim: Victim) -> Sequence[Request]:
+def _rows(victim: Victim) -> Sequence[Row]:
     return victim.rows if isinstance(victim, Prompt) else [victim]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from engine.core.burst import Span, burst_s, may_burst, num_together
 from engine.core.prefill_order import PrefillOrder, StepBudget
 from engine.core.prompt import Prompt
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts, ImageLeft, PromptChunk
 from engine.core.scheduler_context import SchedulerContext
 
@@ -49,7 +49,7 @@ class PrefillScheduler:
         total_s: Seconds that the engine has spent on prompts.
     """
 
-    def __init__(self, context: SchedulerContext, running: Mapping[str, Request]):
+    def __init__(self, context: SchedulerContext, running: Mapping[str, Row]):
         self.in_progress: list[Prompt] = []
         self.step = StepBudget()
         self.drafts = PLAIN
@@ -73,7 +73,7 @@ class PrefillScheduler:
         prompt.num_expected = self._prefixes.num_cached(prompt.row)
         self.in_progress.append(prompt)
 
-    def remove(self, row: Request) -> None:
+    def remove(self, row: Row) -> None:
         """Remove one row; its prompt ends with the last of its rows."""
         row.prompt.rows.remove(row)
         if not row.prompt.rows:
@@ -218,7 +218,7 @@ class PrefillScheduler:
         longest_s = TIMEOUT_PART * self._config.step_timeout_s
         return max(num_tokens, min(MIN_PREFILL_TOKENS, self._costs.max_tokens(longest_s, start)))
 
-    def _enlarged_chunk(self, row: Request, num_tokens: int, wanted: int) -> int:
+    def _enlarged_chunk(self, row: Row, num_tokens: int, wanted: int) -> int:
         """Return the size of this prompt's chunk, after evicting snapshots for a larger one if that saves time."""
         missing = self._budget.chunk_shortfall_bytes(row, wanted)
         start, end = row.num_prefilled, row.num_tokens

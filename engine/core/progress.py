@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from engine.core.request import Request
+from engine.core.row import Row
 
 LATE_FACTOR, MIN_LATE_S = 5.0, 2.0
 """Work is reported as late beyond this many times its prediction and this many seconds: predictions have errors of ten
@@ -26,7 +26,7 @@ class Work:
     """Seconds that the cost model predicts; 0 without a prediction."""
     is_first: bool = False
     """Whether no work of the same shape has been computed before."""
-    rows: tuple[Request, ...] = ()
+    rows: tuple[Row, ...] = ()
     """Its rows, for the log."""
 
     def is_late(self, seconds: float) -> bool:
@@ -53,7 +53,7 @@ class Progress:
         self.work = Work()
         self._shapes = set(shapes)
 
-    def begin(self, name: str, predicted_s: float, shape: Hashable, rows: Iterable[Request] = ()) -> None:
+    def begin(self, name: str, predicted_s: float, shape: Hashable, rows: Iterable[Row] = ()) -> None:
         """Begin a piece of work.
 
         Args:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from engine.core.prefix_cache.session import PrefixCacheSession
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.virtual_token_counter import OUTPUT_WEIGHT, PROMPT_WEIGHT
 
 USUAL_ANSWER = 256
@@ -17,7 +17,7 @@ class Prompt:
     Rows that are preempted get a new one: generated tokens belong to the prompt then.
     """
 
-    rows: list[Request]
+    rows: list[Row]
     """One row per unfinished choice, which all have computed the same part of the prompt."""
     arrived_s: float
     """When it was queued, on the queue's clock."""
@@ -65,7 +65,7 @@ class Prompt:
             one.prompt = self
 
     @property
-    def row(self) -> Request:
+    def row(self) -> Row:
         """The first of its rows, where all are alike."""
         return self.rows[0]
 

@@ -7,7 +7,7 @@ from operator import itemgetter
 from engine.config import SchedulerConfig
 from engine.core.memory.needs import MemoryNeeds
 from engine.core.prompt import Prompt
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.virtual_token_counter import VirtualTokenCounter
 from engine.protocol import QueuedRequest
 
@@ -45,12 +45,12 @@ class PromptQueue:
         """The prompts by rank. Not a copy: the caller must not change it."""
         return self._prompts
 
-    def push(self, rows: Sequence[Request]) -> None:
+    def push(self, rows: Sequence[Row]) -> None:
         """Queue a new request, given as its rows."""
         now = self._clock()
         insort_right(self._prompts, Prompt(list(rows), now, self._rank(rows[0], now)), key=_rank_of)
 
-    def requeue(self, rows: Sequence[Request], arrived_s: float | None = None) -> None:
+    def requeue(self, rows: Sequence[Row], arrived_s: float | None = None) -> None:
         """Queue rows that were preempted, or that another engine began, before all others of the same priority.
 
         Args:
@@ -64,7 +64,7 @@ class PromptQueue:
         prompt = Prompt(list(rows), now if arrived_s is None else arrived_s, rank, True, has_output=has_begun)
         insort_left(self._prompts, prompt, key=_rank_of)
 
-    def remove(self, row: Request) -> None:
+    def remove(self, row: Row) -> None:
         """Remove one row; its prompt is removed with the last of its rows."""
         row.prompt.rows.remove(row)
         if not row.prompt.rows:
@@ -148,7 +148,7 @@ class PromptQueue:
         """Whether fairness applies: a single client needs none."""
         return self._config.fairness != "off" and self._shares.num_active > 1
 
-    def _rank(self, row: Request, now: float) -> float:
+    def _rank(self, row: Row, now: float) -> float:
         return queue_rank(self._config, now, row.num_tokens, row.spec.priority)
 
 

@@ -4,7 +4,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.histogram import Histogram, steps_1_2_5
 from engine.timeline import Decoded, Phase, Prefilled, Queued, RowTimeline
 
@@ -75,13 +75,13 @@ class RequestFigures:
     expected_s: float = 0.0
     """The seconds that had been predicted for them."""
 
-    def prompt_done(self, row: Request) -> None:
+    def prompt_done(self, row: Row) -> None:
         """Count a prompt that has its first token."""
         self.num_prompts += 1
         self.num_prompt_tokens += len(row.spec.token_ids)
         self.num_cached_tokens += row.num_cached
 
-    def ended(self, row: Request, timeline: RowTimeline) -> None:
+    def ended(self, row: Row, timeline: RowTimeline) -> None:
         """Count a choice that has ended; times only of those with a complete answer."""
         reason = timeline.finish_reason
         self.finished[reason] = self.finished.get(reason, 0) + 1

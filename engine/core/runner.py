@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.core.memory.costs import MemoryCosts
 from engine.core.prefix_cache.node import KVSegment, Snapshot
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.protocol import TokenLogprobs
 
 NO_TOKEN = -1
@@ -100,7 +100,7 @@ class ImageLeft:
 class PromptChunk:
     """The next tokens of a prompt, for a forward of its own or one that is shared with other prompts."""
 
-    row: Request
+    row: Row
     """The first row of the prompt. In a shared forward it is the only one, and the request has no images, sparse plan,
     pooling or logprobs of the prompt (`core.burst.may_burst`)."""
     num_tokens: int
@@ -142,7 +142,7 @@ class ChunkTime:
 class ModelRunner(Protocol):
     """Computes; never decides. All methods run on the device thread; the attributes never change.
 
-    A row is a `core.Request`. Its prompt is `row.prompt_token_ids`, which includes generated tokens after a preemption,
+    A row is a `core.row.Row`. Its prompt is `row.prompt_token_ids`, which includes generated tokens after a preemption,
     and of which only those at `row.computed_positions` are computed and counted.
     """
 
@@ -208,7 +208,7 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
+    def prefill(self, rows: Sequence[Row], max_tokens: int) -> PrefillOutput:
         """Compute at most the next `max_tokens` tokens of the prompt that `rows` share.
 
         With its last token the rows join the decode batch, in the group `row.decode_group`; a row with `pooling` gets
@@ -216,14 +216,14 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def next_image(self, rows: Sequence[Request]) -> ImageLeft | None:
+    def next_image(self, rows: Sequence[Row]) -> ImageLeft | None:
         """Return the image to encode before the next chunk of the prompt that `rows` share; None without one.
 
         Images with cached features are skipped.
         """
         ...
 
-    def encode(self, rows: Sequence[Request], num_blocks: int) -> None:
+    def encode(self, rows: Sequence[Row], num_blocks: int) -> None:
         """Compute the next piece of that image: `num_blocks` blocks of the vision tower, or the remaining ones."""
         ...
 
@@ -238,7 +238,7 @@ class ModelRunner(Protocol):
         """
         ...
 
-    def restore(self, rows: Sequence[Request], snapshot: Snapshot, lend: Sequence[KVSegment] = ()) -> None:
+    def restore(self, rows: Sequence[Row], snapshot: Snapshot, lend: Sequence[KVSegment] = ()) -> None:
         """Begin the prompt that `rows` share with the state after its first tokens; it must not have begun.
 
         Args:
@@ -250,7 +250,7 @@ class ModelRunner(Protocol):
         ...
 
     def snapshot(
-        self, rows: Sequence[Request], parent: KVSegment | None, lend: bool = False, num_tokens: int | None = None
+        self, rows: Sequence[Row], parent: KVSegment | None, lend: bool = False, num_tokens: int | None = None
     ) -> Snapshot | None:
         """Take a snapshot of the prompt that `rows` share.
 

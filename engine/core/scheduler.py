@@ -8,8 +8,8 @@ from engine.core.preemption import Preemption, Victim
 from engine.core.prefill_scheduler import PrefillScheduler
 from engine.core.prompt import Prompt
 from engine.core.prompt_queue import PromptQueue
-from engine.core.request import Request, RequestState, by_prompt
 from engine.core.request_figures import RequestFigures
+from engine.core.row import Row, RowState, by_prompt
 from engine.core.runner import NO_TOKEN, PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.core.scheduler_context import SchedulerContext
 from engine.core.scheduler_output import PreemptedRows, Published, ReleasedRows
@@ -45,8 +45,8 @@ class Scheduler:
         self.figures = RequestFigures()
         self._shares = VirtualTokenCounter()
         self.queue = PromptQueue(context.config.scheduler, self._shares, context.clock)
-        self._rows: dict[str, list[Request]] = {}  # request id -> its unfinished rows
-        self._running: dict[str, Request] = {}  # row id -> decoding row, in the order of joining
+        self._rows: dict[str, list[Row]] = {}  # request id -> its unfinished rows
+        self._running: dict[str, Row] = {}  # row id -> decoding row, in the order of joining
         self.prefills = PrefillScheduler(context, self._running)
         self._preemption = Preemption(context, self._shares, self._running)
         self._admission = Admission(
@@ -60,7 +60,7 @@ class Scheduler:
         return len(self.queue)
 
     @property
-    def decoding(self) -> list[Request]:
+    def decoding(self) -> list[Row]:
         """The rows of the decode batch."""
         return list(self._running.values())
 
@@ -81,7 +81,7 @@ class Scheduler:
         """Predict the queueing time of a request that arrives now; None if unknown."""
         return self.queue.expected_wait_s(len(self.queue) + 1) if self.queue else 0.0
 
-    def add(self, rows: Sequence[Request], arrived_s: float | None = None) -> None:
+    def add(self, rows: Sequence[Row], arrived_s: float | None = None) -> None:
         """Queue a request; answers that another engine began come before all prompts of the same priority.
 
         The prompt of such a request is charged to its client once, and the tokens of the other engine are not charged:
@@ -147,7 +147,7 @@ class Scheduler:
         for row in self._requeue(prompt):
             row.may_take_over = False
 
-    def _requeue(self, victim: Victim, reason: PreemptionReason | None = None) -> list[Request]:
+    def _requeue(self, victim: Victim, reason: PreemptionReason | None = None) -> list[Row]:
         """Return a victim's rows to the queue, and return them. reason: None if they are not preempted for others."""
         now, load = self._clock(), self._load()
         if isinstance(victim, Prompt):
@@ -163,7 +163,7 @@ class Scheduler:
             row.record.queued(now, load, reason)
             num_computed = row.num_tokens if released.num_prefilled is None else row.num_prefilled
             row.num_charged = max(row.num_charged, num_computed)
-            row.state, row.num_prefilled = RequestState.WAITING, 0
+            row.state, row.num_prefilled = RowState.WAITING, 0
             self.budget.release(row.id)
         self.queue.requeue(rows, None if rows[0].output_token_ids else arrived_s)
         return rows
@@ -208,7 +208,7 @@ class Scheduler:
             if row_id in outputs
         }
 
-    def update_preempted(self, outputs: Mapping[str, RowOutput], rows: Sequence[Request]) -> Published:
+    def update_preempted(self, outputs: Mapping[str, RowOutput], rows: Sequence[Row]) -> Published:
         """Give preempted rows the tokens of the step in flight; some rows may finish with them."""
         now = self._clock()
         chunks = {row.id: self._take(row, outputs[row.id], now) for row in rows if row.id in outputs}
@@ -242,7 +242,7 @@ class Scheduler:
             if row.num_skipped and not row.num_generated:
                 self._stats.num_sparse += 1
                 self._stats.num_skipped_tokens += row.num_skipped
-            row.state, row.joined_s = RequestState.RUNNING, now
+            row.state, row.joined_s = RowState.RUNNING, now
             row.keep_until_s = now + self._config.scheduler.ageing_s if prompt.is_protected else 0.0
             self._running[row.id] = row
         self.prefills.step.limit(self._config.scheduler.max_stall_s)  # rows decode now
@@ -285,12 +285,12 @@ class Scheduler:
                 else:
                     victim = self._preemption.choose_for_growth(self.prefills.in_progress)
                     keeps &= not isinstance(victim, Prompt)
-                    if isinstance(victim, Request):
+                    if isinstance(victim, Row):
                         victim.num_growth_preemptions += 1
                     self.preempt(victim, "growth")
         return keeps
 
-    def _fail_out_of_memory(self, rows: list[Request], missing: int) -> Published:
+    def _fail_out_of_memory(self, rows: list[Row], missing: int) -> Published:
         """Fail the only prompt in the engine: its memory was checked on arrival and should have sufficed."""
         limit = self.budget.needs.limit_bytes
         error = f"the request needs {missing} more bytes of memory; the budget is {limit} bytes"
@@ -331,11 +331,11 @@ class Scheduler:
         prompt.is_protected |= self.queue.waited_s(prompt) >= self._config.scheduler.ageing_s
         now = self._clock()
         for row in prompt.rows:
-            row.state = RequestState.PREFILL
+            row.state = RowState.PREFILL
             row.record.admitted(now)
         self.prefills.add(prompt)
 
-    def _take(self, row: Request, output: RowOutput, now: float, is_step: bool = True) -> TokenChunk:
+    def _take(self, row: Row, output: RowOutput, now: float, is_step: bool = True) -> TokenChunk:
         """Apply the output of a decode step, or of a prefill, to its row; return the chunk to publish at `now`."""
         if output.error is not None:
             return self._fail([row], output.error)[row.id]
@@ -376,7 +376,7 @@ class Scheduler:
             timeline=row.timeline,
         )
 
-    def _fail(self, rows: list[Request], error: str, retry_after_s: float | None = None) -> Published:
+    def _fail(self, rows: list[Row], error: str, retry_after_s: float | None = None) -> Published:
         self._stats.num_failed += len(rows)
         for row in rows:
             self._remove(row, FinishReason.ERROR)
@@ -386,17 +386,17 @@ class Scheduler:
         num_tokens = sum(prompt.end - prompt.start for prompt in self.prefills.in_progress)
         return Load(len(self.queue), len(self._running), num_tokens, self.expected_wait_s())
 
-    def _remove(self, row: Request, reason: FinishReason) -> None:
+    def _remove(self, row: Row, reason: FinishReason) -> None:
         self.figures.ended(row, row.end_timeline(self._clock(), reason))
-        if row.state is RequestState.WAITING:
+        if row.state is RowState.WAITING:
             self.queue.remove(row)
         else:
-            if row.state is RequestState.RUNNING:
+            if row.state is RowState.RUNNING:
                 del self._running[row.id]
             else:
                 self.prefills.remove(row)
             self._released.finished.append(row)
-        row.state = RequestState.FINISHED
+        row.state = RowState.FINISHED
         self._shares.closed(row.spec.client)
         rows = self._rows[row.spec.request_id]
         rows.remove(row)
@@ -405,7 +405,7 @@ class Scheduler:
 
 
 def _last_chunk(
-    row: Request,
+    row: Row,
     reason: FinishReason,
     error: str | None = None,
     retry_after_s: float | None = None,
@@ -425,7 +425,7 @@ def _last_chunk(
     )
 
 
-def _appended(row: Request, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
+def _appended(row: Row, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
     """Append tokens to a row until it finishes; return those that were kept, and the finish reason."""
     num_before, reason = len(row.output_token_ids), None
     for token_id in token_ids:

@@ -9,13 +9,13 @@ from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.evictable import Evictable
 from engine.core.prompt import Prompt
-from engine.core.request import Request
+from engine.core.row import Row
 
 
 class Prefixes(Protocol):
     """Looks up cached prefixes of prompts, see core/prefix_cache/cache.py."""
 
-    def num_cached(self, row: Request) -> int:
+    def num_cached(self, row: Row) -> int:
         """Return how many tokens of a row's prompt are cached."""
         ...
 

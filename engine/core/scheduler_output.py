@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.core.prompt import Prompt
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.protocol import TokenChunk
 
 Published = dict[str, TokenChunk]
@@ -18,7 +18,7 @@ class PreemptedRows:
     They were preempted for others, suspended to be moved to another engine, or must be admitted again.
     """
 
-    rows: Sequence[Request]
+    rows: Sequence[Row]
     prompt: Prompt
     """Their prompt until now."""
     num_prefilled: int | None
@@ -36,17 +36,17 @@ class ReleasedRows:
 
     preempted: list[PreemptedRows] = field(default_factory=list)
     """Their memory is reserved for others already, so they are dropped before the next forward."""
-    completed: list[Request] = field(default_factory=list)
+    completed: list[Row] = field(default_factory=list)
     """Rows with complete answers, snapshotted while the runner has them."""
     failed: Published = field(default_factory=dict)
     """Final chunks of rows that expired in the queue or ran out of memory."""
     aborted: Published = field(default_factory=dict)
     """Final chunks of aborted rows."""
-    finished: list[Request] = field(default_factory=list)
+    finished: list[Row] = field(default_factory=list)
     """Rows that the runner has and that will get no more tokens; their memory is reserved until they are released."""
 
     @property
-    def rows(self) -> list[Request]:
+    def rows(self) -> list[Row]:
         """The rows to drop."""
         return [*self.finished, *(row for one in self.preempted for row in one.rows)]
 

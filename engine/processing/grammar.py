@@ -142,7 +142,7 @@ class GrammarCompiler:
 
 
 class GrammarMatcher:
-    """State of one row's grammar; a `core.request.Matcher`. Not thread-safe.
+    """State of one row's grammar; a `core.row.Matcher`. Not thread-safe.
 
     After a stop token, and at the end of the grammar, exactly the stop tokens are allowed.
     """
@@ -154,7 +154,7 @@ class GrammarMatcher:
         self._ended = ended
 
     def masks(self, draft: tuple[int, ...] = ()) -> np.ndarray:
-        """Return the masks for the next token and after each draft token; see `core.request.Matcher`.
+        """Return the masks for the next token and after each draft token; see `core.row.Matcher`.
 
         If a draft token leads to an error of the library, nothing is allowed after it, since it may still be rejected.
 

@@ -90,7 +90,7 @@ class ThoughtRules:
 
 
 class ThoughtMatcher:
-    """A `core.request.Matcher` of an answer that starts with a thought. Not thread-safe.
+    """A `core.row.Matcher` of an answer that starts with a thought. Not thread-safe.
 
     Args:
         rules: Rules of the thought.
@@ -104,7 +104,7 @@ class ThoughtMatcher:
         self._state = state or rules.first()
 
     def masks(self, draft: tuple[int, ...] = ()) -> np.ndarray:
-        """Return the masks for the next token and after each draft token; see `core.request.Matcher`.
+        """Return the masks for the next token and after each draft token; see `core.row.Matcher`.
 
         Returns:
             uint32 [1 to len(draft) + 1, ceil(vocab_size / 32)].

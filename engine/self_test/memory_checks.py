@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.host_memory import HostMemory
 from engine.self_test.bench import CACHING, DRAFTS, Bench
 from engine.self_test.outcome import Outcome, Status, graded
@@ -35,7 +35,7 @@ def idle(bench: Bench) -> Outcome:
 
 def rows(bench: Bench) -> Outcome:
     """Compare the predicted cache of a row after a long prompt with the held one."""
-    row = Request(bench.questions[-1])
+    row = Row(bench.questions[-1])
     try:
         while bench.runner.prefill([row], CHUNK_TOKENS).first is None:
             pass

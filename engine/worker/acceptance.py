@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import NO_TOKEN
 
 
 class Acceptance:
     """The limits of a fixed set of rows, on the device: max_tokens and stop tokens."""
 
-    def __init__(self, rows: Sequence[Request]):
+    def __init__(self, rows: Sequence[Row]):
         self._max_tokens = mx.array([[row.sampling.max_tokens] for row in rows], mx.int32)
         self._stops = _padded([row.spec.stop_token_ids for row in rows])
 

@@ -23,14 +23,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import NO_TOKEN, PLAIN, Drafts, RowOutput, RowSnapshot
 from engine.worker.acceptance import Acceptance
 from engine.worker.compiled import CompiledForward
 from engine.worker.drafter import Drafter, DraftHead, PendingHiddenStates
 from engine.worker.kv_cache import BatchCache, SequenceCache
 from engine.worker.language_model import LanguageModel
-from engine.worker.pending_step import PendingStep, Row
+from engine.worker.pending_step import DecodingRow, PendingStep
 from engine.worker.prompt_lookup import TokenHistory
 from engine.worker.row_kinds import appends
 from engine.worker.sampling_batch import SamplingBatch
@@ -43,7 +43,7 @@ EVAL_STEPS = 64  # lazy cache updates are evaluated at least every EVAL_STEPS st
 class JoiningRow:
     """A row that joins the decode batch: a complete prompt with its first token, which has been published."""
 
-    request: Request
+    row: Row
     """The row's request."""
     cache: SequenceCache
     """The prompt's cache."""
@@ -94,7 +94,7 @@ class DecodeGroup:
 
     def _rows_changed(self) -> None:
         """Rebuild everything that depends only on the rows' requests."""
-        self._acceptance = Acceptance([row.request for row in self.rows])
+        self._acceptance = Acceptance([one.row for one in self.rows])
         self._offsets = mx.array([row.offset for row in self.rows], mx.int32)
         self._output_offsets = mx.array([row.output_offset for row in self.rows], mx.int32)
 
@@ -172,7 +172,7 @@ class DecodeGroup:
     def finish_step(self, before: "PendingStep") -> dict[str, RowOutput]:
         """Return the new tokens of every row that is still in the group."""
         outputs = before.read()
-        return {row.request.id: outputs[row.request.id] for row in before.rows if not row.is_removed}
+        return {one.row.id: outputs[one.row.id] for one in before.rows if not one.is_removed}
 
     def pending(self) -> dict[str, RowOutput]:
         """Wait for the launched step and return its outputs by row id; `finish_step` returns them again."""
@@ -186,7 +186,7 @@ class DecodeGroup:
         row = self.rows[index]
         new = self._in_flight_ids(row)
         num_cached, taken_in = row.num_cached + len(new), [*row.output_ids, *new][:-1]
-        is_sound = row.request.spec.sparse is None and NO_TOKEN not in taken_in
+        is_sound = row.row.spec.sparse is None and NO_TOKEN not in taken_in
         if not is_sound or (self._head is not None and self._drafter is None):
             return None
         cache, hidden = self._cache.row(index, num_cached), None
@@ -208,7 +208,7 @@ class DecodeGroup:
             return None
         return take(cache, None, num_tokens, parent, num_lent=len(cache) if lend else 0)
 
-    def _in_flight_ids(self, row: Row) -> tuple[int, ...]:
+    def _in_flight_ids(self, row: DecodingRow) -> tuple[int, ...]:
         """Return the row's tokens from a launched step that has not been read."""
         launched = self._launched
         if launched is None or launched.outputs is not None or row not in launched.rows:
@@ -352,15 +352,15 @@ class DecodeGroup:
         return launched
 
 
-def _row(new: JoiningRow) -> Row:
-    num_cached = new.request.num_tokens
-    row = Row(new.request, num_cached, new.next_position - num_cached, [*new.request.output_token_ids, new.token_id])
+def _row(new: JoiningRow) -> DecodingRow:
+    num_cached = new.row.num_tokens
+    row = DecodingRow(new.row, num_cached, new.next_position - num_cached, [*new.row.output_token_ids, new.token_id])
     if new.looks_up:
-        row.history = TokenHistory(np.append(new.request.prompt_token_ids, new.token_id))
+        row.history = TokenHistory(np.append(new.row.prompt_token_ids, new.token_id))
     return row
 
 
 def _sampling(new: Sequence[JoiningRow], vocab_size: int) -> SamplingBatch:
-    sampling = SamplingBatch.of([one.request for one in new], vocab_size)
+    sampling = SamplingBatch.of([one.row for one in new], vocab_size)
     sampling.commit(mx.array([[one.token_id] for one in new], mx.int32), mx.ones(len(new), mx.int32))
     return sampling

@@ -23,7 +23,7 @@ class DecodeBatch:
         self._compiled = CompiledForward(language_model.decode) if compiled else None
         self._head = head
         self._vocab_size = vocab_size
-        self._groups: dict[int, DecodeGroup] = {}  # by `Request.decode_group`
+        self._groups: dict[int, DecodeGroup] = {}  # by `Row.decode_group`
 
     def clear(self) -> None:
         """Drop all rows."""
@@ -40,7 +40,7 @@ class DecodeBatch:
         """
         by_group: dict[int, list[JoiningRow]] = defaultdict(list)
         for one in new:
-            by_group[one.request.decode_group].append(one)
+            by_group[one.row.decode_group].append(one)
         for number, (first, *others) in by_group.items():
             if number in self._groups:
                 self._groups[number].join([first, *others])
@@ -57,7 +57,7 @@ class DecodeBatch:
         """Return the outputs of the step in flight, see ModelRunner.pending."""
         outputs: dict[str, RowOutput] = {}
         for group in self._groups.values():
-            if wanted := [row.request.id for row in group.rows if row.request.id in row_ids]:
+            if wanted := [one.row.id for one in group.rows if one.row.id in row_ids]:
                 given = group.pending()
                 outputs |= {row_id: given[row_id] for row_id in wanted if row_id in given}
         return outputs
@@ -83,8 +83,8 @@ class DecodeBatch:
     def _place_of(self, row_id: str) -> tuple[DecodeGroup, int] | None:
         """Return the group of a row and its index there; None if it is unknown."""
         for group in self._groups.values():
-            for i, row in enumerate(group.rows):
-                if row.request.id == row_id:
+            for i, one in enumerate(group.rows):
+                if one.row.id == row_id:
                     return group, i
         return None
 
@@ -97,8 +97,8 @@ class DecodeBatch:
         """
         removed, lent = set(row_ids), lent or {}
         for number, group in list(self._groups.items()):
-            stay = [i for i, row in enumerate(group.rows) if row.request.id not in removed]
-            ids = [row.request.id for row in group.rows]
+            stay = [i for i, one in enumerate(group.rows) if one.row.id not in removed]
+            ids = [one.row.id for one in group.rows]
             lent_here = {ids.index(row_id): segments for row_id, segments in lent.items() if row_id in ids}
             if not stay:
                 del self._groups[number]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.protocol import TokenLogprobs
 from engine.worker.ranking import best_first
 
@@ -37,7 +37,7 @@ class Logprobs:
         }
 
 
-def logprobs_of(rows: Sequence[Request], logits: mx.array, tokens: mx.array) -> Logprobs | None:
+def logprobs_of(rows: Sequence[Row], logits: mx.array, tokens: mx.array) -> Logprobs | None:
     """Compute the logprobs of the rows that ask for them.
 
     Args:

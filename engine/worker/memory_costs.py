@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts, ModelRunner
 from engine.protocol import MAX_TOP_LOGPROBS, EngineRequest, SamplingParams
 from engine.worker import loader
@@ -178,8 +178,8 @@ def _asking(runner: ModelRunner, costs: MemoryCosts, drafts: Sequence[Drafts], s
         runner.drop([row.id for row in rows])
 
 
-def _row(name: str, num_tokens: int, sampling: SamplingParams = GREEDY) -> Request:
-    return Request(EngineRequest(name, np.zeros(num_tokens, np.int32), sampling, (1,)))
+def _row(name: str, num_tokens: int, sampling: SamplingParams = GREEDY) -> Row:
+    return Row(EngineRequest(name, np.zeros(num_tokens, np.int32), sampling, (1,)))
 
 
 def _decoding(runner: ModelRunner, drafts: Sequence[Drafts]) -> int:

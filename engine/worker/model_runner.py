@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import (
     PLAIN,
     ChunkTime,
@@ -201,7 +201,7 @@ class MLXRunner:
     def decode(self, drafts: Drafts = PLAIN) -> dict[str, RowOutput]:
         return self._batch.step(drafts)
 
-    def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
+    def prefill(self, rows: Sequence[Row], max_tokens: int) -> PrefillOutput:
         try:
             with blas.all_cores():
                 return self._advance(rows, max_tokens)
@@ -209,10 +209,10 @@ class MLXRunner:
             self._forget_prompt(rows)
             raise
 
-    def next_image(self, rows: Sequence[Request]) -> ImageLeft | None:
+    def next_image(self, rows: Sequence[Row]) -> ImageLeft | None:
         return self._prefill.next_image(self._prompt_of(rows), rows[0].spec.images)
 
-    def encode(self, rows: Sequence[Request], num_blocks: int) -> None:
+    def encode(self, rows: Sequence[Row], num_blocks: int) -> None:
         try:
             if self.next_image(rows) is not None:
                 with blas.all_cores():
@@ -230,14 +230,14 @@ class MLXRunner:
             self._forget_prompt([chunk.row for chunk in chunks])
             raise
 
-    def restore(self, rows: Sequence[Request], snapshot: Any, lend: Sequence[Any] = ()) -> None:
+    def restore(self, rows: Sequence[Row], snapshot: Any, lend: Sequence[Any] = ()) -> None:
         assert isinstance(snapshot, StateSnapshot) and rows[0].id not in self._prompts
         prompt = self._prefill.begin(rows[0])
         self._prefill.restore(prompt, snapshot, rows[0].spec.images, lend)
         self._prompts |= {row.id: prompt for row in rows}
 
     def snapshot(
-        self, rows: Sequence[Request], parent: Any = None, lend: bool = False, num_tokens: int | None = None
+        self, rows: Sequence[Row], parent: Any = None, lend: bool = False, num_tokens: int | None = None
     ) -> StateSnapshot | None:
         row_id = rows[0].id
         if num_tokens is None or row_id in self._prompts:
@@ -304,7 +304,7 @@ class MLXRunner:
 
     def probe(self) -> None:
         """Compute one token independent of all rows. Raises what the device raises."""
-        row = Request(EngineRequest("probe", np.zeros(1, np.int32), SamplingParams(1), ()))
+        row = Row(EngineRequest("probe", np.zeros(1, np.int32), SamplingParams(1), ()))
         row.decode_group = -1
         try:
             self.prefill([row], 1)
@@ -323,10 +323,11 @@ class MLXRunner:
         if self._device_lock is not None:
             self._device_lock.release()
 
-    def _advance(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
+    def _advance(self, rows: Sequence[Row], max_tokens: int) -> PrefillOutput:
         prompt = self._prompt_of(rows)
         if prompt.pooled is not None:
             return self._pool(rows[0], prompt, prompt.pooled, max_tokens)
+        assert not rows[0].spec.images or self.next_image(rows) is None, "images are encoded before a prompt's chunks"
         num_tokens, logits = self._prefill.advance(prompt, max_tokens)
         if logits is None:
             return PrefillOutput(num_tokens)
@@ -338,7 +339,7 @@ class MLXRunner:
         _advance_matchers(rows, first)
         return PrefillOutput(num_tokens, {row.id: output for row, output in zip(rows, first, strict=True)})
 
-    def _prompt_of(self, rows: Sequence[Request]) -> PromptState:
+    def _prompt_of(self, rows: Sequence[Row]) -> PromptState:
         """Return the prompt that these rows share; begin it if necessary."""
         prompt = self._prompts.get(rows[0].id)
         if prompt is None:
@@ -363,7 +364,7 @@ class MLXRunner:
             outputs[i].first = {row.id: output}
         return outputs
 
-    def _pool(self, row: Request, prompt: PromptState, pooled: PooledStates, max_tokens: int) -> PrefillOutput:
+    def _pool(self, row: Row, prompt: PromptState, pooled: PooledStates, max_tokens: int) -> PrefillOutput:
         num_tokens, is_complete = self._prefill.pool(prompt, pooled, max_tokens)
         if not is_complete:
             return PrefillOutput(num_tokens)
@@ -372,13 +373,13 @@ class MLXRunner:
         result = pooled.vector() if scored is None else log_odds(self._language_model, pooled.state, scored)
         return PrefillOutput(num_tokens, {row.id: RowOutput((), embedding=result)})
 
-    def _joining_row(self, row: Request, prompt: PromptState, first: RowOutput, moves: bool) -> JoiningRow:
+    def _joining_row(self, row: Row, prompt: PromptState, first: RowOutput, moves: bool) -> JoiningRow:
         """Return a joining row for a complete prompt. moves: see JoiningRow."""
         token_id, position = first.token_ids[0], prompt.next_position
         looks_up = any(drafts.is_selective for drafts in self.drafts)
         return JoiningRow(row, prompt.cache, position, token_id, prompt.head_cache, prompt.hidden, moves, looks_up)
 
-    def _forget_prompt(self, rows: Sequence[Request]) -> None:
+    def _forget_prompt(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._prompts.pop(row.id, None)
 
@@ -388,7 +389,7 @@ class MLXRunner:
             for new in together:
                 self._batch.join(*new)
         except Exception:
-            self._batch.remove([one.request.id for new in together for one in new])
+            self._batch.remove([one.row.id for new in together for one in new])
             raise
 
     @staticmethod
@@ -410,7 +411,7 @@ def _check_reranker(model: loader.LoadedModel, language_model: LanguageModel) ->
         raise EngineFailed(f"the reranker in {model.path} cannot be served: {reason}")
 
 
-def _advance_matchers(rows: Sequence[Request], first: Sequence[RowOutput]) -> None:
+def _advance_matchers(rows: Sequence[Row], first: Sequence[RowOutput]) -> None:
     """Advance the rows' matchers by their first tokens, once nothing can fail: otherwise these are sampled again."""
     for row, output in zip(rows, first, strict=True):
         output.error = output.error or advance_matcher(row, output.token_ids)

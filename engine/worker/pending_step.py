@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import Drafts, RowOutput
 from engine.worker.logprobs import Logprobs
 from engine.worker.processors import advance_matcher
@@ -14,10 +14,10 @@ from engine.worker.prompt_lookup import TokenHistory
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class DecodingRow:
     """A row of the decode batch, as far as the host has read its tokens."""
 
-    request: Request  # The row's request.
+    row: Row
     num_cached: int  # Tokens in the cache.
     offset: int  # Logical minus physical position of its tokens.
     output_ids: list[int]  # Tokens after the request's own prompt; all but the last are in the cache.
@@ -28,14 +28,14 @@ class Row:
     @property
     def output_offset(self) -> int:
         """Output position minus physical position of its tokens."""
-        return -self.request.num_input_tokens
+        return -self.row.num_input_tokens
 
 
 @dataclass(slots=True, eq=False)
 class PendingStep:
     """A launched step whose outputs have not been used yet."""
 
-    rows: list[Row]
+    rows: list[DecodingRow]
     """Rows of the group at the launch."""
     drafts: Drafts
     """Its drafts, k per row."""
@@ -71,8 +71,8 @@ class PendingStep:
                 row.output_ids += ids
                 if row.history is not None:
                     row.history.append(ids)
-                row.error = row.error or advance_matcher(row.request, ids)
-                self.outputs[row.request.id] = RowOutput(
+                row.error = row.error or advance_matcher(row.row, ids)
+                self.outputs[row.row.id] = RowOutput(
                     ids,
                     logprobs.get(i, ()),
                     self.drafts.num_tokens if self.has_drafts[i] else 0,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import ImageLeft, RowOutput
 from engine.protocol import ImagePatches, InvalidRequest
 from engine.worker.drafter import DraftHead
@@ -102,7 +102,7 @@ class Prefill:
         self.image_token_id = image_token_id
         self._slots_like: list[KeysValues] = []  # one token's keys and values per attention layer, once known
 
-    def begin(self, request: Request) -> PromptState:
+    def begin(self, request: Row) -> PromptState:
         """Begin a prompt with empty caches. Raises InvalidRequest if its tokens and images do not match."""
         ids, images = request.prompt_token_ids, request.spec.images
         index, positions, next_position = np.empty(0, np.int32), np.arange(len(ids), dtype=np.int32), len(ids)
@@ -282,7 +282,7 @@ def _check_images(image_index: np.ndarray, computed: np.ndarray) -> None:
         raise InvalidRequest(f"the prefill plan omits {num_missing} of {len(image_index)} image tokens", "messages")
 
 
-def first_tokens(rows: Sequence[Request], logits: mx.array, vocab_size: int) -> list[RowOutput]:
+def first_tokens(rows: Sequence[Row], logits: mx.array, vocab_size: int) -> list[RowOutput]:
     """Sample the first token of each of the rows, without advancing their matchers.
 
     Args:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import NO_TOKEN
 from engine.protocol import GRAMMAR_FAILED, SamplingParams
 
@@ -18,7 +18,7 @@ from engine.protocol import GRAMMAR_FAILED, SamplingParams
 class LogitsProcessors:
     """The logits processors of a fixed set of rows. Parameters that no row uses cost nothing."""
 
-    def __init__(self, rows: Sequence[Request], vocab_size: int, penalties: "Penalties | None"):
+    def __init__(self, rows: Sequence[Row], vocab_size: int, penalties: "Penalties | None"):
         self._rows = list(rows)
         self._vocab_size = vocab_size
         self._penalties = penalties
@@ -30,7 +30,7 @@ class LogitsProcessors:
             self._min_tokens = mx.array([rows[i].sampling.min_tokens for i in self._delayed])[:, None, None]
 
     @classmethod
-    def of(cls, rows: Sequence[Request], vocab_size: int) -> "LogitsProcessors":
+    def of(cls, rows: Sequence[Row], vocab_size: int) -> "LogitsProcessors":
         """Create the processors with the history that the host knows: all of `output_token_ids`."""
         return cls(rows, vocab_size, Penalties.of(rows, vocab_size))
 
@@ -118,7 +118,7 @@ class Penalties:
         self._columns = (mx.array(p[:, 0, None, None]), mx.array(p[:, 1, None, None]), mx.array(p[:, 2, None, None]))
 
     @classmethod
-    def of(cls, rows: Sequence[Request], vocab_size: int) -> "Penalties | None":
+    def of(cls, rows: Sequence[Row], vocab_size: int) -> "Penalties | None":
         """Create the penalties of the rows that use any; None without one."""
         index = [i for i, row in enumerate(rows) if has_penalties(row.sampling)]
         if not index:
@@ -174,7 +174,7 @@ class Penalties:
 
 
 def apply_grammar_masks(
-    rows: Sequence[Request], logits: mx.array, drafts: Sequence[Sequence[int]], failed: Collection[int] = ()
+    rows: Sequence[Row], logits: mx.array, drafts: Sequence[Sequence[int]], failed: Collection[int] = ()
 ) -> tuple[mx.array, dict[int, str]]:
     """Mask what the rows' grammars forbid after each of their drafts.
 
@@ -204,7 +204,7 @@ def apply_grammar_masks(
     return (_masked(logits, at, masks) if at else logits), errors
 
 
-def advance_matcher(row: Request, token_ids: tuple[int, ...]) -> str | None:
+def advance_matcher(row: Row, token_ids: tuple[int, ...]) -> str | None:
     """Advance the row's matcher by sampled tokens; return why it failed, or None."""
     if row.matcher is None or NO_TOKEN in token_ids:
         return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.worker.logprobs import Logprobs, logprobs_of
 from engine.worker.processors import LogitsProcessors, apply_grammar_masks
 from engine.worker.sampler import Sampler
@@ -24,7 +24,7 @@ class Sampled:
 class SamplingBatch:
     """A fixed set of rows with their sampling parameters on the device; rebuilt when rows join or are removed."""
 
-    def __init__(self, rows: Sequence[Request], processors: LogitsProcessors, vocab_size: int):
+    def __init__(self, rows: Sequence[Row], processors: LogitsProcessors, vocab_size: int):
         self._rows = rows
         self._processors = processors
         self._vocab_size = vocab_size
@@ -32,7 +32,7 @@ class SamplingBatch:
         self._has_matchers = any(row.matcher is not None for row in rows)
 
     @classmethod
-    def of(cls, rows: Sequence[Request], vocab_size: int) -> "SamplingBatch":
+    def of(cls, rows: Sequence[Row], vocab_size: int) -> "SamplingBatch":
         """Create a batch whose history is what the host knows: all of `output_token_ids`."""
         return cls(rows, LogitsProcessors.of(rows, vocab_size), vocab_size)
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import (
     PLAIN,
     ChunkTime,
@@ -52,10 +52,10 @@ class Runner(Protocol):
     def active_bytes(self) -> int: ...
     @property
     def no_bursts(self) -> str | None: ...
-    def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput: ...
+    def prefill(self, rows: Sequence[Row], max_tokens: int) -> PrefillOutput: ...
     def prefill_burst(self, chunks: Sequence[PromptChunk]) -> Sequence[PrefillOutput]: ...
-    def snapshot(self, rows: Sequence[Request]) -> StateSnapshot | None: ...
-    def restore(self, rows: Sequence[Request], snapshot: StateSnapshot) -> None: ...
+    def snapshot(self, rows: Sequence[Row]) -> StateSnapshot | None: ...
+    def restore(self, rows: Sequence[Row], snapshot: StateSnapshot) -> None: ...
     def snapshot_row(self, row_id: str) -> RowSnapshot | None: ...
     def decode(self, drafts: Drafts = PLAIN) -> Mapping[str, RowOutput]: ...
     def drop(self, row_ids: Sequence[str]) -> None: ...
@@ -80,7 +80,7 @@ def time_steps(
         if num_rows > 2 and not (num_rows <= max_running and _has_room_for(runner, num_rows, snapshot)):
             break
         while len(rows) < num_rows:
-            row = Request(EngineRequest(f"warm-up-{len(rows)}", prompt, SamplingParams(2**20), ()))
+            row = Row(EngineRequest(f"warm-up-{len(rows)}", prompt, SamplingParams(2**20), ()))
             runner.prefill([row], len(prompt) // 2)
             snapshot = runner.snapshot([row])
             runner.prefill([row], len(prompt))
@@ -99,7 +99,7 @@ def run_like_an_answer(runner: Runner, snapshot: StateSnapshot | None) -> None:
         runner: A runner without rows; it has none afterwards.
         snapshot: A snapshot of the prompts of `time_steps`; None if their state contains NaN or inf.
     """
-    row = Request(EngineRequest("warm-up-answer", np.zeros(NUM_TOKENS, np.int32), SAMPLED, ()))
+    row = Row(EngineRequest("warm-up-answer", np.zeros(NUM_TOKENS, np.int32), SAMPLED, ()))
     if snapshot is not None:
         runner.restore([row], snapshot)
     runner.prefill([row], NUM_TOKENS)
@@ -115,8 +115,7 @@ def run_burst(runner: Runner) -> None:
     if runner.no_bursts is not None or 2 * max(BURST_TOKENS) >= runner.max_context_tokens:
         return
     rows = [
-        Request(EngineRequest(f"warm-up-burst-{n}", np.zeros(2 * n, np.int32), SamplingParams(1), ()))
-        for n in BURST_TOKENS
+        Row(EngineRequest(f"warm-up-burst-{n}", np.zeros(2 * n, np.int32), SamplingParams(1), ())) for n in BURST_TOKENS
     ]
     for _ in range(2):
         outputs = runner.prefill_burst([PromptChunk(row, n) for row, n in zip(rows, BURST_TOKENS, strict=True)])
@@ -130,7 +129,7 @@ def snapshot_s(runner: Runner) -> float:
 
     On a GPU they are the launches of some hundred small copies.
     """
-    row = Request(EngineRequest("warm-up-snapshot", np.zeros(NUM_TOKENS, np.int32), SamplingParams(1), ()))
+    row = Row(EngineRequest("warm-up-snapshot", np.zeros(NUM_TOKENS, np.int32), SamplingParams(1), ()))
     runner.prefill([row], NUM_TOKENS // 2)
     seconds: list[float] = []
     for _ in range(TIMED_SNAPSHOTS):
@@ -154,7 +153,7 @@ def time_chunks(runner: Runner) -> list[ChunkTime]:
 
 def _chunk_s(runner: Runner, num_tokens: int) -> float:
     """Return the seconds of the first chunk of a prompt that is one token longer."""
-    row = Request(EngineRequest("warm-up-chunk", np.zeros(num_tokens + 1, np.int32), SamplingParams(1), ()))
+    row = Row(EngineRequest("warm-up-chunk", np.zeros(num_tokens + 1, np.int32), SamplingParams(1), ()))
     began_s = time.perf_counter()
     runner.prefill([row], num_tokens)
     seconds = time.perf_counter() - began_s

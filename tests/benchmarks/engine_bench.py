@@ -34,7 +34,7 @@ import psutil
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig, MTPConfig
 from engine.core.engine_core import EngineCore
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.core.scheduler_output import Published
 from engine.processing.checkpoint import resolve_checkpoint
@@ -76,8 +76,8 @@ class Arm:
 
 
 @dataclass
-class Row:
-    """One request: when its chunks came, how many tokens they held, and the process's CPU time at first and last."""
+class Stream:
+    """One answer: when its chunks came, how many tokens they held, and the process's CPU time at first and last."""
 
     sent: float
     chunks: list[tuple[float, int]] = field(default_factory=list)
@@ -113,9 +113,9 @@ class Prompts:
         )
 
 
-async def generate(engine: AsyncEngine, request: EngineRequest) -> Row:
+async def generate(engine: AsyncEngine, request: EngineRequest) -> Stream:
     process = psutil.Process()
-    row = Row(sent=time.monotonic())
+    row = Stream(sent=time.monotonic())
     async for chunk in engine.generate(request):
         if chunk.error is not None:
             raise EngineFailed(chunk.error)
@@ -127,7 +127,7 @@ async def generate(engine: AsyncEngine, request: EngineRequest) -> Row:
     return row
 
 
-def figures(arm: Arm, rows: Sequence[Row]) -> dict[str, list[float]]:
+def figures(arm: Arm, rows: Sequence[Stream]) -> dict[str, list[float]]:
     """Return the figures of one round: rates over the time in which all rows were decoding, waits of all rows in
     milliseconds."""
     ttft_ms = [(row.first - row.sent) * 1e3 for row in rows]
@@ -242,7 +242,7 @@ class GatedRunner(MLXRunner):
             self.counts.tokens[row_id].extend(output.token_ids)
         return outputs
 
-    def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
+    def prefill(self, rows: Sequence[Row], max_tokens: int) -> PrefillOutput:
         row = rows[0]
         if row.id not in self._kept:
             prompt = self._prefill.begin(row)

@@ -32,7 +32,7 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import Drafts
 from engine.core.scheduler_output import Published
 from engine.protocol import EngineRequest, SamplingParams
@@ -129,7 +129,7 @@ def context(shape: str, long_tokens: int, rounds: int) -> None:
     with random_runner(shape, settings) as runner:
         rng, steps = np.random.default_rng(0), {SHORT_TOKENS: list[float](), long_tokens: list[float]()}
         for num_tokens, taken in steps.items():
-            rows = [Request(request(f"{num_tokens}-{i}", ids, 2**16)) for i, ids in enumerate(
+            rows = [Row(request(f"{num_tokens}-{i}", ids, 2**16)) for i, ids in enumerate(
                 prompts(rng, NUM_ROWS, num_tokens))]  # fmt: skip
             began_s = time.perf_counter()
             for row in rows:

@@ -26,7 +26,7 @@ from mlx_vlm.utils import get_model_and_args
 from engine.config import EngineConfig, KVBits
 from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.needs import MemoryNeeds
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, SamplingParams
@@ -103,7 +103,7 @@ def steps_per_s(runner: MLXRunner, num_rows: int, prompt_tokens: int, num_steps:
     rng = random.Random(0)
     prompts = [np.array([rng.randrange(20, 4000) for _ in range(prompt_tokens)], np.int32) for _ in range(num_rows)]
     plain = SamplingParams(2**20, temperature=0.0)
-    rows = [Request(EngineRequest(f"row {i}", prompt, plain, ())) for i, prompt in enumerate(prompts)]
+    rows = [Row(EngineRequest(f"row {i}", prompt, plain, ())) for i, prompt in enumerate(prompts)]
     for row in rows:
         runner.prefill([row], prompt_tokens)
     for _ in range(4):

@@ -28,7 +28,7 @@ import numpy as np
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.protocol import Boundary, EngineFailed, EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner
 from tests.benchmarks.measure import Spread, heading
@@ -113,7 +113,7 @@ def snapshot_costs(shape: str, tokens: list[int], rounds: int) -> None:
         snapshot: Any = None
         grown = 0
         for round_number in range(rounds + 1):
-            row = Request(EngineRequest(f"{length}-{round_number}", ids, SamplingParams(1, 0.0), ()))
+            row = Row(EngineRequest(f"{length}-{round_number}", ids, SamplingParams(1, 0.0), ()))
             took = {"prefill": _ms(lambda row=row, length=length: _prefill(runner, row, length))}
             snapshot = None
             gc.collect()
@@ -123,7 +123,7 @@ def snapshot_costs(shape: str, tokens: list[int], rounds: int) -> None:
             grown = mx.get_active_memory() - before
             snapshot = taken[0]
             runner.drop([row.id])
-            other = Request(replace(row.spec, request_id="restored"))
+            other = Row(replace(row.spec, request_id="restored"))
             took["restore"] = _ms(lambda other=other, snapshot=snapshot: runner.restore([other], snapshot))
             took["last token"] = _ms(lambda other=other: runner.prefill([other], 1))
             runner.drop([other.id])
@@ -137,7 +137,7 @@ def snapshot_costs(shape: str, tokens: list[int], rounds: int) -> None:
         )
 
 
-def _prefill(runner: MLXRunner, row: Request, length: int) -> None:
+def _prefill(runner: MLXRunner, row: Row, length: int) -> None:
     while row.num_prefilled < length:
         row.num_prefilled += runner.prefill([row], min(2048, length - row.num_prefilled)).num_tokens
 

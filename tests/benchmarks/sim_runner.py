@@ -16,7 +16,7 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request, RequestState
+from engine.core.row import Row, RowState
 from engine.core.runner import (
     PLAIN,
     SEGMENT_ARRAYS,
@@ -259,7 +259,7 @@ class ClockRunner:
         """Seconds of all decode steps."""
         self.slow_factor = 1.0
         """How much longer the next chunk beside decoding rows takes; 1 again behind it."""
-        self._rows: dict[str, Request] = {}
+        self._rows: dict[str, Row] = {}
         self._prompts: dict[str, Prompt] = {}
         """By the id of the first row."""
         self._reached: dict[str, int] = {}
@@ -281,7 +281,7 @@ class ClockRunner:
         self.clock.advance(seconds)
         return {row_id: self._output(row, num_draft_tokens) for row_id, row in self._rows.items()}
 
-    def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
+    def prefill(self, rows: Sequence[Row], max_tokens: int) -> PrefillOutput:
         row = rows[0]
         prompt = self._prompts.get(row.id) or self._begin(row)
         assert prompt.done == row.num_prefilled
@@ -289,7 +289,7 @@ class ClockRunner:
         self._compute(row, prompt, num_tokens, self.machine.chunk_seconds(prompt.done, num_tokens))
         return self._taken_in(rows, prompt, num_tokens)
 
-    def _taken_in(self, rows: Sequence[Request], prompt: Prompt, num_tokens: int) -> PrefillOutput:
+    def _taken_in(self, rows: Sequence[Row], prompt: Prompt, num_tokens: int) -> PrefillOutput:
         row = rows[0]
         if prompt.done < row.num_tokens:
             return PrefillOutput(num_tokens)
@@ -297,10 +297,10 @@ class ClockRunner:
         self._rows |= {each.id: each for each in rows}
         return PrefillOutput(num_tokens, {each.id: self._output(each, 0) for each in rows})
 
-    def next_image(self, rows: Sequence[Request]) -> None:
+    def next_image(self, rows: Sequence[Row]) -> None:
         """The simulation has no images."""
 
-    def encode(self, rows: Sequence[Request], num_blocks: int) -> None:
+    def encode(self, rows: Sequence[Row], num_blocks: int) -> None:
         raise NotImplementedError("the simulation has no images")
 
     def prefill_burst(self, chunks: Sequence[PromptChunk]) -> list[PrefillOutput]:
@@ -314,7 +314,7 @@ class ClockRunner:
         taken = zip(chunks, prompts, strict=True)
         return [self._taken_in([chunk.row], prompt, chunk.num_tokens) for chunk, prompt in taken]
 
-    def restore(self, rows: Sequence[Request], snapshot: Any, lend: Sequence[Any] = ()) -> None:
+    def restore(self, rows: Sequence[Row], snapshot: Any, lend: Sequence[Any] = ()) -> None:
         row, segment = rows[0], snapshot.segment
         assert row.id not in self._prompts
         while segment is not None:
@@ -329,7 +329,7 @@ class ClockRunner:
         self.clock.advance(self.machine.copy_seconds(self._size(snapshot.num_tokens)))
 
     def snapshot(
-        self, rows: Sequence[Request], parent: Any, lend: bool = False, num_tokens: int | None = None
+        self, rows: Sequence[Row], parent: Any, lend: bool = False, num_tokens: int | None = None
     ) -> ClockSnapshot:
         done = self._prompts[rows[0].id].done
         assert num_tokens in (None, done)
@@ -362,7 +362,7 @@ class ClockRunner:
         if (row := self._rows.get(row_id)) is None:
             return None
         said = np.array(row.output_token_ids, np.int32)
-        if row.state is not RequestState.FINISHED:
+        if row.state is not RowState.FINISHED:
             said = said[:-1]  # the last token is not computed yet
         snapshot = self._snapshot(np.concatenate([row.spec.token_ids, said]), parent, lend)
         return RowSnapshot(said, snapshot)
@@ -406,14 +406,14 @@ class ClockRunner:
     def close(self) -> None:
         """Nothing is open."""
 
-    def _begin(self, row: Request) -> Prompt:
+    def _begin(self, row: Row) -> Prompt:
         if row.output_token_ids:  # preempted: all but the last of its tokens had been computed
             self._reached[row.id] = max(self._reached.get(row.id, 0), row.num_tokens - 1)
         num_bytes = self._size(self.costs.slots(row.num_tokens))
         prompt = self._prompts[row.id] = Prompt(num_bytes, reached=self._reached.get(row.id, 0))
         return prompt
 
-    def _compute(self, row: Request, prompt: Prompt, num_tokens: int, seconds: float) -> None:
+    def _compute(self, row: Row, prompt: Prompt, num_tokens: int, seconds: float) -> None:
         num_decoding = len(self._rows)
         if num_decoding:
             seconds, self.slow_factor = seconds * self.slow_factor, 1.0
@@ -422,7 +422,7 @@ class ClockRunner:
         self.chunks.append(chunk)
         self._moved(row, prompt, prompt.done + num_tokens)
 
-    def _moved(self, row: Request, prompt: Prompt, done: int) -> None:
+    def _moved(self, row: Row, prompt: Prompt, done: int) -> None:
         prompt.done = done
         self._reached[row.id] = max(self._reached.get(row.id, 0), done)
 
@@ -444,7 +444,7 @@ class ClockRunner:
             groups[row.decode_group] = num_rows + 1, max(longest, row.num_tokens)
         return list(groups.values())
 
-    def _output(self, row: Request, num_drafts: int) -> RowOutput:
+    def _output(self, row: Row, num_drafts: int) -> RowOutput:
         start, num_accepted = len(row.output_token_ids), 0
         while num_accepted < num_drafts and self._random.random() < self.machine.acceptance[num_accepted]:
             num_accepted += 1

@@ -21,7 +21,7 @@ from mlx_vlm.speculative.drafters import qwen3_5_mtp
 from mlx_vlm.utils import get_model_and_args
 
 from engine.config import EngineConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import Drafts
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import loader
@@ -173,7 +173,7 @@ def join(runner: MLXRunner, num_rows: int, prompt_tokens: int) -> list[str]:
     rows = []
     for i in range(num_rows):
         ids = rng.integers(0, runner.vocab_size, prompt_tokens).astype(np.int32)
-        rows.append(Request(EngineRequest(f"r{i}", ids, SamplingParams(10_000, 0.0), ())))
+        rows.append(Row(EngineRequest(f"r{i}", ids, SamplingParams(10_000, 0.0), ())))
     for row in rows:
         while runner.prefill([row], 2048).first is None:
             pass

@@ -13,7 +13,7 @@ from deployments.app import AppArgs, build_app
 from deployments.model_replica import ModelReplica
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer
@@ -53,7 +53,7 @@ class PacedRunner(NoSnapshots):
             self._rows[row].append(now)
         return dict.fromkeys(rows, self._output)
 
-    def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
+    def prefill(self, rows: Sequence[Row], max_tokens: int) -> PrefillOutput:
         for row in rows:
             self._rows[row.id] = self.emissions[row.sampling.seed] = [time.monotonic()]
         num_tokens = rows[0].num_tokens - rows[0].num_prefilled

@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import Boundary, EngineRequest, SamplingParams
-from tests.benchmarks.engine_bench import Row, generate
+from tests.benchmarks.engine_bench import Stream, generate
 from tests.benchmarks.measure import Spread, heading, percentile, table
 
 FIRST_P50, FIRST_LAST, RATE, BURSTS = "first token p50, ms", "last first token, ms", "tokens/s", "bursts"
@@ -58,7 +58,7 @@ class Waves:
         return np.array([self._rng.choice(self._words) for _ in range(number)], np.int32)
 
 
-def figures(rows: Sequence[Row]) -> dict[str, float]:
+def figures(rows: Sequence[Stream]) -> dict[str, float]:
     """Return the waits for first tokens, and the rate from the first request to the last token."""
     waits = [(row.first - row.sent) * 1e3 for row in rows]
     num_tokens = sum(number for row in rows for _, number in row.chunks)

@@ -22,7 +22,7 @@ from deployments.http.body_process import BodyProcess
 from deployments.http_proxy.guard import middlewares
 from deployments.serve_log import join_serve_log, quiet_controller
 from engine.config import MediaConfig
-from engine.core.request import Request, named
+from engine.core.row import Row, named
 from engine.processing.image_file import ImageRefused
 from engine.processing.image_worker import WorkerSettings
 from engine.processing.worker_process import WorkerProcess
@@ -122,7 +122,7 @@ def log_in_the_engines_thread() -> None:
         try:
             raise ZeroDivisionError("something")
         except ZeroDivisionError:
-            logging.getLogger("orchard.engine").exception("a step failed", extra=named([Request(spec)]))
+            logging.getLogger("orchard.engine").exception("a step failed", extra=named([Row(spec)]))
 
     thread = threading.Thread(target=fail)
     thread.start()

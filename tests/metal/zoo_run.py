@@ -14,7 +14,7 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts
 from engine.protocol import EngineRequest, SamplingParams
 from tests.metal import emulator
@@ -56,7 +56,7 @@ def answers(runner, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
     """Decode both prompts in one batch, every second step with drafts where the family takes them."""
     rows, tokens = [], {}
     for name, ids in prompts.items():
-        row = Request(EngineRequest(name, np.array(ids, np.int32), SamplingParams(NUM_TOKENS, temperature=0.0), ()))
+        row = Row(EngineRequest(name, np.array(ids, np.int32), SamplingParams(NUM_TOKENS, temperature=0.0), ()))
         while not (first := runner.prefill([row], CHUNK_TOKENS).first):
             pass
         tokens[row.id] = list(first[row.id].token_ids)

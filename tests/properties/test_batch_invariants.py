@@ -24,7 +24,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import Drafts, RowOutput
 from engine.protocol import EngineRequest, GrammarSpec, SamplingParams, TokenLogprobs
 from engine.worker.model_runner import MLXRunner
@@ -154,7 +154,7 @@ class Bench:
         if ending.finish == "stop" and len(ending.token_ids) < NUM_REFERENCE_TOKENS:
             assert self._sample(row, self._logits(row)) in row.spec.stop_token_ids, f"specimen {number} goes on"
 
-    def _logits(self, row: Request) -> np.ndarray:
+    def _logits(self, row: Row) -> np.ndarray:
         """float64 [vocab]: the whole sequence anew, no cache, no chunks, no batch, positions by the library."""
         tokens = mx.array(row.prompt_token_ids)[None]
         images, output = row.spec.images, mx.arange(1, len(row.output_token_ids) + 1)
@@ -171,14 +171,14 @@ class Bench:
         logits = self.lm(tokens, inputs_embeds=embeds, position_ids=positions).logits[0, -1]
         return np.array(logits.astype(mx.float32)).astype(np.float64)
 
-    def _sample(self, row: Request, logits: np.ndarray) -> int:
+    def _sample(self, row: Row, logits: np.ndarray) -> int:
         shaped = mx.array(_shaped(row, logits).astype(np.float32))[None, None]
         sampler = Sampler([row.sampling])
         noise = sampler.noise(mx.array([[len(row.output_token_ids)]]), len(logits))
         return int(np.array(sampler(shaped, noise))[0, 0])
 
 
-def _shaped(row: Request, logits: np.ndarray) -> np.ndarray:
+def _shaped(row: Row, logits: np.ndarray) -> np.ndarray:
     """Return the logits of an output position, changed as SamplingParams says, in its order, up to the temperature."""
     p, output, result = row.sampling, row.output_token_ids, logits.copy()
     for token in {*row.spec.token_ids.tolist(), *output}:
@@ -195,7 +195,7 @@ def _shaped(row: Request, logits: np.ndarray) -> np.ndarray:
     return result
 
 
-def _logprobs(row: Request, logits: np.ndarray, token_id: int) -> TokenLogprobs:
+def _logprobs(row: Row, logits: np.ndarray, token_id: int) -> TokenLogprobs:
     logprobs = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
     best = np.argsort(-logprobs)[: row.sampling.logprobs]
     return TokenLogprobs(logprobs[token_id], tuple((int(i), logprobs[i]) for i in best))
@@ -277,12 +277,12 @@ def test_a_joining_row_of_any_length_gets_the_same_logprobs_as_alone(bench_of, n
         _compare_logprobs(f"a prompt of {length} tokens", beside[:5], alone[:5])
 
 
-def _plain(name: str, num_prompt_tokens: int) -> Request:
+def _plain(name: str, num_prompt_tokens: int) -> Row:
     prompt = np.random.default_rng(num_prompt_tokens).integers(16, 512, num_prompt_tokens).astype(np.int32)
-    return Request(EngineRequest(name, prompt, SamplingParams(100, 0.0, logprobs=3), ()))
+    return Row(EngineRequest(name, prompt, SamplingParams(100, 0.0, logprobs=3), ()))
 
 
-def _logprobs_of(runner: MLXRunner, row: Request, num_drafts: int, leaves: str | None = None) -> list[TokenLogprobs]:
+def _logprobs_of(runner: MLXRunner, row: Row, num_drafts: int, leaves: str | None = None) -> list[TokenLogprobs]:
     """Return the logprobs of the row's first tokens; the row `leaves` is dropped when this one has joined."""
     encode_images(runner, row)
     while (first := runner.prefill([row], 100).first) is None:
@@ -300,7 +300,7 @@ def test_a_choice_dropped_during_prefill_does_not_affect_the_other_choices(bench
     """The prompt stays, however much of it is done, as long as one is still to join."""
     runner = bench_of("small").runner
     spec = EngineRequest("choices", np.arange(20, 60, dtype=np.int32), SamplingParams(8), (), num_choices=3)
-    rows = [Request(spec, index) for index in range(3)]
+    rows = [Row(spec, index) for index in range(3)]
     runner.prefill(rows, 16)
     runner.drop([rows[gone].id])
     left = [row for row in rows if row is not rows[gone]]
@@ -320,7 +320,7 @@ def test_the_answer_to_an_image_changes_with_the_image_and_with_the_order(bench_
     answers = {}
     for pair in ((0, 1), (1, 0), (2, 1), (0, 3), (0, 0)):
         images = tuple(pictures[i] for i in pair)
-        row = Request(EngineRequest(str(pair), prompt, SamplingParams(100, 0.0, logprobs=0), (), images))
+        row = Row(EngineRequest(str(pair), prompt, SamplingParams(100, 0.0, logprobs=0), (), images))
         answers[pair] = [one.logprob for one in _logprobs_of(bench.runner, row, 2)[:5]]
         row.spec = replace(row.spec, request_id="again")
         assert np.allclose([one.logprob for one in _logprobs_of(bench.runner, row, 0)[:5]], answers[pair], atol=1e-4)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.conversations import plain_tokens
@@ -55,7 +55,7 @@ class Conversations:
         process."""
         ids = np.zeros(num_tokens, np.int32)
         budget = Driver(self.runner, self.config(None)).core.budget
-        alone = budget.needs.min_bytes(budget.needs.need([Request(EngineRequest("alone", ids, SamplingParams(1), ()))]))
+        alone = budget.needs.min_bytes(budget.needs.need([Row(EngineRequest("alone", ids, SamplingParams(1), ()))]))
         return (max(self.runner.active_bytes, budget.costs.base_bytes) + alone) / 2**30
 
     def config(self, limit_gb: float | None, **cache: bool) -> EngineConfig:

@@ -18,7 +18,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.memory.budget import HEADROOM_SHARE
 from engine.core.prompt import Prompt
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
@@ -194,7 +194,7 @@ def test_a_tight_memory_limit_delays_tokens_but_does_not_change_them(wide: MLXRu
     expected = Driver(wide).run({0: asked})
     memory = {"headroom_gb": 0, "reserve_tokens": 16}
     books = Books(wide, memory=memory, prefill_chunk_tokens=64).budget
-    needs = [books.needs.need([Request(one)], whole=True) for one in asked]
+    needs = [books.needs.need([Row(one)], whole=True) for one in asked]
     row = max(wide.costs.rows(1, wide.costs.slots(need.num_tokens)) for need in needs)
     limit = wide.costs.base_bytes + max(books.needs.min_bytes(need) for need in needs) + row
     tight = Books(wide, memory=memory | {"limit_gb": limit / 2**30}, prefill_chunk_tokens=64)

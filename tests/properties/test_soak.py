@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import Drafts
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
@@ -104,7 +104,7 @@ class Soak:
     def _join(self, max_tokens: int, kind: int) -> None:
         prompt = np.array([self._rng.randrange(16, 512) for _ in range(self._rng.randint(1, 12))], np.int32)
         sampling = SamplingParams(max_tokens, seed=self._rng.randrange(2**32), **SAMPLING[kind])
-        row = Request(EngineRequest(str(next(self._ids)), prompt, sampling, (40, 41)))
+        row = Row(EngineRequest(str(next(self._ids)), prompt, sampling, (40, 41)))
         self._runner.prefill([row], len(prompt))
         self._left[row.id] = max_tokens - 1
         self.num_rows += 1

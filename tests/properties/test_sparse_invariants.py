@@ -19,7 +19,7 @@ import pytest
 import engine.worker  # noqa: F401  # before MLX
 from engine.config import EngineConfig, PrefixCacheConfig
 from engine.core.prefix_cache.snapshot_boundaries import LEAST_TOKENS
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.spec_prefill.plan import ScoreRequest, find_anchors, make_plan
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner
@@ -62,7 +62,7 @@ class SparseBench(test_batch_invariants.Bench):
         self.specimens = SparseSpecimens(model_dir, runner.vocab_size, "image" in runner.capabilities["media"])
         self.oracle = Oracle(runner)
 
-    def _logits(self, row: Request) -> np.ndarray:
+    def _logits(self, row: Row) -> np.ndarray:
         return self.oracle.logits(row.spec, row.output_token_ids)[-1]
 
 

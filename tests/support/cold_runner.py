@@ -3,7 +3,7 @@
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import loader, memory
 from engine.worker.model_runner import MLXRunner
@@ -17,7 +17,7 @@ def load_cold(config: EngineConfig) -> MLXRunner:
     loader.use_device(config.device)
     runner = MLXRunner(loader.load(config, lambda progress: None), config)
     memory.set_limits(config)
-    row = Request(EngineRequest("cold", np.zeros(NUM_TOKENS, np.int32), SamplingParams(1), ()))
+    row = Row(EngineRequest("cold", np.zeros(NUM_TOKENS, np.int32), SamplingParams(1), ()))
     runner.prefill([row], NUM_TOKENS // 2)
     runner._a_snapshot = runner.snapshot([row])
     assert runner._a_snapshot is not None

@@ -357,6 +357,7 @@ class Bench:
         self.figures += Counter(
             {
                 "schedules": 1,
+                "disturbed": bool(traffic.aborts or traffic.failures),
                 "hits": prefix.status().num_hits,
                 "prefilled tokens": driver.core.stats.num_prompt_tokens,
                 "cached tokens": driver.core.stats.num_cached_tokens,

@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import ModelRunner
 from engine.core.scheduler_output import Published
 from engine.protocol import EngineRequest, FinishReason, TokenChunk
@@ -21,7 +21,7 @@ def fix_prefill_costs(core: EngineCore, forward_s: float, token_s: float) -> Non
     core.costs.record_chunk = lambda *args: None  # type: ignore[method-assign]
 
 
-def encode_images(runner: ModelRunner, row: Request) -> None:
+def encode_images(runner: ModelRunner, row: Row) -> None:
     """Encode all images of a prompt, as EngineCore does before its first chunk."""
     while (image := runner.next_image([row])) is not None:
         runner.encode([row], image.num_blocks)

@@ -12,7 +12,7 @@ import numpy as np
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import (
     PLAIN,
     SEGMENT_ARRAYS,
@@ -68,14 +68,14 @@ class NoSnapshots:
     def probe(self) -> None:
         """It works."""
 
-    def next_image(self, rows: Sequence[Request]) -> ImageLeft | None:
+    def next_image(self, rows: Sequence[Row]) -> ImageLeft | None:
         """Images take no time."""
 
-    def snapshot(self, rows: Sequence[Request], parent: Any, lend: bool = False, num_tokens: int | None = None) -> None:
-        """There is none."""
+    def snapshot(self, rows: Sequence[Row], parent: Any, lend: bool = False, num_tokens: int | None = None) -> None:
+        """Return None: nothing is stored."""
 
     def snapshot_row(self, row_id: str, parent: Any = None, lend: bool = False) -> None:
-        """There is none."""
+        """Return None: nothing is stored."""
 
     prefill_burst: Any = None
     encode: Any = None
@@ -86,7 +86,7 @@ class NoSnapshots:
     import_snapshot: Any = None
 
 
-def _computed(row: Request) -> np.ndarray:
+def _computed(row: Row) -> np.ndarray:
     index = row.computed_positions
     return row.prompt_token_ids if index is None else row.prompt_token_ids[index]
 
@@ -159,7 +159,7 @@ class FakeRunner:
         self.calls: list[tuple[Any, ...]] = []
         self.step_s = 0.0
         self.closed = False
-        self.rows: dict[str, Request] = {}
+        self.rows: dict[str, Row] = {}
         self.prompts: dict[str, int] = {}  # by the id of the first row: tokens prefilled
         self._positions: dict[str, int] = {}
         self._in_flight: dict[str, RowOutput] = {}
@@ -174,11 +174,11 @@ class FakeRunner:
         outputs, self._in_flight = self._in_flight, self._launch(num_draft_tokens)
         return outputs
 
-    def prefill(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
+    def prefill(self, rows: Sequence[Row], max_tokens: int) -> PrefillOutput:
         self._called("prefill", rows[0].id, max_tokens)
         return self._advance(rows, max_tokens)
 
-    def _advance(self, rows: Sequence[Request], max_tokens: int) -> PrefillOutput:
+    def _advance(self, rows: Sequence[Row], max_tokens: int) -> PrefillOutput:
         first = rows[0]
         prompt, done = _computed(first), self.prompts.get(first.id, 0)
         assert done == first.num_prefilled and not any(row.id in self.rows for row in rows)
@@ -191,7 +191,7 @@ class FakeRunner:
             self.rows[row.id], self._positions[row.id] = row, len(row.output_token_ids)
         return PrefillOutput(num_tokens, {row.id: self._output(row, 0) for row in rows})
 
-    def next_image(self, rows: Sequence[Request]) -> ImageLeft | None:
+    def next_image(self, rows: Sequence[Row]) -> ImageLeft | None:
         """The fake sees none."""
 
     encode: Any = None
@@ -200,7 +200,7 @@ class FakeRunner:
         self._called("prefill_burst", *((chunk.row.id, chunk.num_tokens) for chunk in chunks))
         return [self._advance([chunk.row], chunk.num_tokens) for chunk in chunks]
 
-    def restore(self, rows: Sequence[Request], snapshot: Any, lend: Sequence[Any] = ()) -> None:
+    def restore(self, rows: Sequence[Row], snapshot: Any, lend: Sequence[Any] = ()) -> None:
         self._called("restore", rows[0].id, snapshot.num_tokens)
         for one in lend:
             one.is_lent = True
@@ -212,7 +212,7 @@ class FakeRunner:
         self.prompts[rows[0].id] = snapshot.num_tokens
 
     def snapshot(
-        self, rows: Sequence[Request], parent: Any, lend: bool = False, num_tokens: int | None = None
+        self, rows: Sequence[Row], parent: Any, lend: bool = False, num_tokens: int | None = None
     ) -> "FakeSnapshot | None":
         first = rows[0]
         done = self.prompts[first.id] if first.id in self.prompts else len(_computed(first))
@@ -242,7 +242,7 @@ class FakeRunner:
         token_ids = np.concatenate([row.spec.token_ids, taken_in]).astype(np.int32)
         return RowSnapshot(taken_in, _behind(parent, token_ids, lend))
 
-    def _taken_in(self, row: Request) -> np.ndarray:
+    def _taken_in(self, row: Row) -> np.ndarray:
         """All that has been sampled but for the last one, and nothing behind the end of the row."""
         seed, num_sampled = row.sampling.seed, self._positions[row.id]
         stop = self.stops_at.get(seed, row.sampling.max_tokens)
@@ -300,7 +300,7 @@ class FakeRunner:
     def _launch(self, num_draft_tokens: int) -> dict[str, RowOutput]:
         return {row.id: self._output(row, num_draft_tokens) for row in self.rows.values()}
 
-    def _output(self, row: Request, num_draft_tokens: int) -> RowOutput:
+    def _output(self, row: Row, num_draft_tokens: int) -> RowOutput:
         seed, start = row.sampling.seed, self._positions[row.id]
         num_accepted = 0
         while num_accepted < num_draft_tokens and self.accepts(seed, start + num_accepted):

@@ -22,7 +22,7 @@ import numpy as np
 from engine.async_engine import AsyncEngine, RunnerFactory
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
-from engine.core.request import Matcher
+from engine.core.row import Matcher
 from engine.core.runner import ModelRunner
 from engine.core.scheduler_output import Published
 from engine.grammar_compilers import GrammarCompilers

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.core.request import Matcher
+from engine.core.row import Matcher
 from engine.protocol import EngineRequest, FinishReason, Progress, TokenLogprobs
 from engine.worker.model_runner import MLXRunner
 from tests.support.conversations import compare_logprobs, row_name

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from engine.config import GrammarConfig
-from engine.core.request import Matcher, Request
+from engine.core.row import Matcher, Row
 from engine.core.runner import NO_TOKEN, Drafts, ModelRunner, RowOutput
 from engine.processing.grammar import GrammarCompiler
 from engine.processing.images import ImagePreprocessor
@@ -35,7 +35,7 @@ from engine.protocol import (
 
 MAX_STEPS = 3000
 
-RowsOf = Callable[[int, str], list[Request]]
+RowsOf = Callable[[int, str], list[Row]]
 """(number of a specimen, request id) -> new rows, one per choice."""
 
 
@@ -106,9 +106,9 @@ class Execution:
         self.figures: Counter[str] = Counter()
         self.step = 0
         self._runner, self._schedule, self._rows_of, self._faults = runner, schedule, rows_of, faults
-        self._requests: dict[int, list[Request]] = {}
-        self._waiting: list[list[Request]] = []  # groups that share a prompt, also those in prefill
-        self._running: dict[str, Request] = {}
+        self._requests: dict[int, list[Row]] = {}
+        self._waiting: list[list[Row]] = []  # groups that share a prompt, also those in prefill
+        self._running: dict[str, Row] = {}
         self._drop: list[str] = []
         self._last_drafts = 0
         self._silent: set[str] = set()
@@ -156,7 +156,7 @@ class Execution:
             if step == self.step and self._running:
                 self._preempt(list(self._running.values())[place % len(self._running)])
 
-    def _preempt(self, row: Request) -> None:
+    def _preempt(self, row: Row) -> None:
         del self._running[row.id]
         self._silent.discard(row.id)
         self._drop.append(row.id)
@@ -221,7 +221,7 @@ class Execution:
             assert output.first[row.id].num_drafted == 0
             self._take(row, output.first[row.id])
 
-    def _take(self, row: Request, output: RowOutput) -> None:
+    def _take(self, row: Row, output: RowOutput) -> None:
         """The row's new tokens, up to the one that ends it."""
         ending = self.endings[row.id]
         if output.error is not None:
@@ -245,7 +245,7 @@ class Execution:
             assert len(output.token_ids) == output.num_accepted + 1, "only behind a row's last token less is kept"
         ending.logprobs += output.logprobs[: len(row.output_token_ids) - before]
 
-    def _end(self, row: Request, finish: str) -> None:
+    def _end(self, row: Row, finish: str) -> None:
         """Out of wherever the row is; the runner drops it before the next step."""
         if self.endings[row.id].finish:
             return
@@ -331,16 +331,16 @@ class Specimens:
             grammar,
         )
 
-    def rows(self, number: int, request_id: str) -> list[Request]:
+    def rows(self, number: int, request_id: str) -> list[Row]:
         spec = replace(self.spec(number), request_id=request_id)
         matcher = self.matcher(number)
-        return [Request(spec, i, None if matcher is None else matcher.fork()) for i in range(spec.num_choices)]
+        return [Row(spec, i, None if matcher is None else matcher.fork()) for i in range(spec.num_choices)]
 
-    def choice(self, number: int, index: int) -> list[Request]:
+    def choice(self, number: int, index: int) -> list[Row]:
         """One choice of the request, as a request of its own."""
         spec = self.spec(number)
         sampling = replace(spec.sampling, seed=choice_seed(spec.sampling.seed, index))
-        return [Request(replace(spec, num_choices=1, sampling=sampling), matcher=self.matcher(number))]
+        return [Row(replace(spec, num_choices=1, sampling=sampling), matcher=self.matcher(number))]
 
     def matcher(self, number: int) -> Matcher | None:
         spec, rng = self.spec(number), random.Random(f"matcher {number}")

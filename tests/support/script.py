@@ -4,7 +4,7 @@ import numpy as np
 
 
 class Script:
-    """A matcher that allows one text. Implements core.request.Matcher.
+    """A matcher that allows one text. Implements core.row.Matcher.
 
     Args:
         token_ids: int32, the answer; its last token is repeated.

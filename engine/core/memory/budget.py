@@ -22,7 +22,7 @@ from engine.core.memory.needs import (
     largest,
     step_bytes,
 )
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import ModelRunner
 from engine.protocol import EngineFailed
 
@@ -90,7 +90,7 @@ class MemoryBudget:
         self.unaccounted_bytes = 0
         self.num_underestimates = 0
 
-    def shortfall_bytes(self, rows: Sequence[Request], without: Collection[str] = (), growth_tokens: int = 0) -> int:
+    def shortfall_bytes(self, rows: Sequence[Row], without: Collection[str] = (), growth_tokens: int = 0) -> int:
         """Return how many bytes to free for a prompt and its rows; 0 if they fit.
 
         Args:
@@ -102,7 +102,7 @@ class MemoryBudget:
         missing, _ = self._shortfall_bytes(self.needs.need(rows), None, without, growth_tokens)  # in their own group
         return missing
 
-    def group_shortfall_bytes(self, rows: Sequence[Request], growth_tokens: int = 0) -> int:
+    def group_shortfall_bytes(self, rows: Sequence[Row], growth_tokens: int = 0) -> int:
         """Return how many bytes to free for a prompt's rows to join an existing decode group; 0 if none.
 
         Args:
@@ -114,7 +114,7 @@ class MemoryBudget:
         evictable = self._evictable.evictable_bytes
         return 0 if group is None else self._shortfall_bytes(need, group, (), growth_tokens, evictable)[0]
 
-    def reserve(self, rows: Sequence[Request], growth_tokens: int = 0) -> int:
+    def reserve(self, rows: Sequence[Row], growth_tokens: int = 0) -> int:
         """Reserve memory for a prompt and its rows, and assign the rows to a decode group.
 
         Args:
@@ -188,7 +188,7 @@ class MemoryBudget:
         for one in self.prefills:
             one.step_bytes = one.min_step_bytes
 
-    def reserve_chunk(self, row: Request, wanted: int) -> int:
+    def reserve_chunk(self, row: Row, wanted: int) -> int:
         """Return how many of `wanted` tokens the row's next prefill chunk may have, at least MIN_CHUNK_TOKENS.
 
         The chunk's intermediate results must fit into free memory and stay reserved until `end_chunk`.
@@ -199,12 +199,12 @@ class MemoryBudget:
         reservation.step_bytes = max(reservation.step_bytes, costs.chunk(num_tokens, start + num_tokens))
         return num_tokens
 
-    def chunk_shortfall_bytes(self, row: Request, wanted: int) -> int:
+    def chunk_shortfall_bytes(self, row: Row, wanted: int) -> int:
         """Return how many bytes to free for a chunk of `wanted` tokens, or for the largest chunk that is allowed."""
         wanted_bytes = self.costs.chunk(wanted, row.num_prefilled + wanted)
         return max(0, min(wanted_bytes, int(self.needs.step_limit_bytes)) - int(self._chunk_bytes))
 
-    def reserve_burst(self, rows: Sequence[Request], num_tokens: int, end: int) -> int:
+    def reserve_burst(self, rows: Sequence[Row], num_tokens: int, end: int) -> int:
         """Reserve memory for a forward with a chunk of each row's prompt, until `end_chunk`.
 
         Args:
@@ -229,23 +229,23 @@ class MemoryBudget:
         room = step_bytes(self.prefills) + max(0, self.free_bytes)
         return min(room, self.needs.step_limit_bytes)
 
-    def _reservation_of(self, row: Request) -> PrefillReservation:
+    def _reservation_of(self, row: Row) -> PrefillReservation:
         return next(one for one in self.prefills if row.id in one.row_ids)
 
-    def release_prefill(self, row: Request) -> None:
+    def release_prefill(self, row: Row) -> None:
         """Release the prefill reservation of a row's prompt; its rows have joined the decode batch."""
         self.prefills = [one for one in self.prefills if row.id not in one.row_ids]
 
-    def needs_more_slots(self, row: Request) -> bool:
+    def needs_more_slots(self, row: Row) -> bool:
         """Return whether the row may need more slots in the next step than it has reserved."""
         return row.num_tokens + self.costs.overshoot > self.grouping.of(row.id).slots[row.id]
 
-    def row_share(self, row: Request) -> float:
+    def row_share(self, row: Row) -> float:
         """Return the share of `request_bytes` that is reserved for the row."""
         row_bytes = self.costs.rows(1, self.grouping.of(row.id).slots[row.id]) + self._sampling[row.id]
         return row_bytes / max(self.needs.request_bytes, 1)
 
-    def extend(self, row: Request) -> int:
+    def extend(self, row: Row) -> int:
         """Reserve more slots for a row that has used up its own; return 0, or the missing bytes.
 
         With missing bytes, nothing was reserved.

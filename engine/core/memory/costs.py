@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.core.request import Request
+from engine.core.row import Row
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class MemoryCosts:
         rows = num_rows * (slots * per_slot + self.fixed(slots) + self.row_step_bytes + waiting)
         return int(rows) + (self.snapshot_slack if num_rows else 0)
 
-    def sampling(self, row: Request) -> int:
+    def sampling(self, row: Row) -> int:
         """Return the additional bytes of a row for its sampling parameters."""
         p = row.sampling
         ranked = self.ranked_bytes if p.top_k or p.top_p < 1 or p.min_p else 0

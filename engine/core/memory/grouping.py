@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request
+from engine.core.row import Row
 
 MAX_WASTE_SHARE = 0.125
 """Largest share of `request_bytes` that unused slots may take in one group."""
@@ -16,7 +16,7 @@ class DecodeGroupPlan:
     """Rows that decode together: each takes the slots of the row with the largest reservation."""
 
     id: int
-    rows: dict[str, Request] = field(default_factory=dict)
+    rows: dict[str, Row] = field(default_factory=dict)
     slots: dict[str, int] = field(default_factory=dict)
     """Slots that each row has reserved, by row id."""
 
@@ -70,8 +70,8 @@ class Grouping:
         lengths, reserved = [*best.lengths, length], [*best.slots.values(), *[slots] * num_rows]
         return best if self._may_share(lengths, reserved) else None
 
-    def put(self, group: DecodeGroupPlan | None, rows: Sequence[Request], slots: int) -> None:
-        """Add rows to a group, or to a new one, and set their `Request.decode_group`."""
+    def put(self, group: DecodeGroupPlan | None, rows: Sequence[Row], slots: int) -> None:
+        """Add rows to a group, or to a new one, and set their `Row.decode_group`."""
         if group is None:
             group = DecodeGroupPlan(next(self._ids))
             self.groups[group.id] = group

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request, RequestState, by_prompt
+from engine.core.row import Row, RowState, by_prompt
 from engine.protocol import EngineRequest, MemoryExceeded
 
 MAX_STEP_SHARE = 0.25
@@ -65,7 +65,7 @@ class MemoryNeeds:
         """Most bytes for the intermediate results of one chunk."""
         return MAX_STEP_SHARE * self.request_bytes
 
-    def need(self, rows: Sequence[Request], whole: bool = False) -> MemoryNeed:
+    def need(self, rows: Sequence[Row], whole: bool = False) -> MemoryNeed:
         """Return the memory need of the rows that share a prompt, and of the prompt.
 
         Args:
@@ -120,7 +120,7 @@ class MemoryNeeds:
             MemoryExceeded: The request would not fit even with no other request in the engine.
         """
         limit, max_tokens = self.request_bytes - pinned_bytes, request.sampling.max_tokens
-        rows = [Request(request, index) for index in request.open_choices]
+        rows = [Row(request, index) for index in request.open_choices]
         longest = max(len(row.output_token_ids) for row in rows)
         for sharing in by_prompt(rows):  # each is prefilled, and may run, without the others
             whole, num_before = self.need(sharing, whole=True), len(sharing[0].output_token_ids)
@@ -136,11 +136,11 @@ class MemoryNeeds:
             return request
         return replace(request, sampling=replace(request.sampling, max_tokens=max_tokens))
 
-    def grown_slots(self, row: Request, slots: int, num_tokens: int) -> int:
+    def grown_slots(self, row: Row, slots: int, num_tokens: int) -> int:
         """Return a row's reserved slots after it has generated `num_tokens` more tokens, see MemoryBudget.extend."""
         left = row.sampling.max_tokens - len(row.output_token_ids)
         end = row.num_tokens + min(num_tokens, left) + self.costs.overshoot
-        if not num_tokens or end <= slots or row.state is not RequestState.RUNNING:
+        if not num_tokens or end <= slots or row.state is not RowState.RUNNING:
             return slots
         reserve = max(1, self._reserve_tokens << row.num_growth_preemptions)
         grown = slots + -(-(end - slots) // reserve) * reserve

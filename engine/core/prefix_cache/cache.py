@@ -29,7 +29,7 @@ from engine.core.prefix_cache.snapshot_taker import SnapshotTaker
 from engine.core.prefix_cache.status import cache_status
 from engine.core.prefix_cache.store import SnapshotStore
 from engine.core.prompt import Prompt
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import ModelRunner
 from engine.core.stats import Stats
 from engine.protocol import Boundary, CacheCleared, CacheMiss, CacheStatus, EngineRequest
@@ -102,7 +102,7 @@ class PrefixCache:
 
     # Prompts that have not begun
 
-    def num_cached(self, row: Request) -> int:
+    def num_cached(self, row: Row) -> int:
         """Return how many tokens of a row's prompt are cached now; does not count as a use."""
         if not self._is_used_by(row):
             return 0
@@ -146,7 +146,7 @@ class PrefixCache:
                 longest, source = reached, other
         return source
 
-    def boundary_digests(self, row: Request) -> list[tuple[BoundaryKind, int, str]]:
+    def boundary_digests(self, row: Row) -> list[tuple[BoundaryKind, int, str]]:
         """Return kind, number of tokens and digest of each boundary of a prompt; empty if it does not use the cache."""
         if not self._is_used_by(row) or not row.spec.boundaries:
             return []
@@ -245,11 +245,11 @@ class PrefixCache:
 
     # Rows
 
-    def take_answer(self, row: Request) -> SnapshotNode | None:
+    def take_answer(self, row: Row) -> SnapshotNode | None:
         """Take the state after a complete answer, whose row the runner still has; return None if it is not stored."""
         return self._taker.take_answer(row) if self.off_reason is None else None
 
-    def take_row(self, row: Request) -> None:
+    def take_row(self, row: Row) -> None:
         """Take the state of a preempted decoding row, which the runner still has."""
         if self.off_reason is None:
             self._taker.take_row(row)
@@ -334,12 +334,12 @@ class PrefixCache:
             self._disk.shut_down(timeout_s)
         self.store.reset()
 
-    def _is_used_by(self, row: Request) -> bool:
+    def _is_used_by(self, row: Row) -> bool:
         """Return whether a row's prompt may continue from a snapshot."""
         has_started = bool(row.output_token_ids)  # then the logprobs of its prompt have been sent
         return self.off_reason is None and (has_started or not row.spec.computes_all)
 
-    def _record(self, rows: Sequence[Request], key: PromptKey, num_cached: int) -> CacheMiss | None:
+    def _record(self, rows: Sequence[Row], key: PromptKey, num_cached: int) -> CacheMiss | None:
         """Count a hit or a miss. Returns why the prompt got fewer cached tokens than it could have."""
         spec, counters = rows[0].spec, self.store.counters
         for row in rows:
@@ -359,7 +359,7 @@ class PrefixCache:
                 counters.misses[miss.reason] = counters.misses.get(miss.reason, 0) + 1
         return miss
 
-    def _boundaries(self, row: Request, key: PromptKey, start: int) -> list[Boundary]:
+    def _boundaries(self, row: Row, key: PromptKey, start: int) -> list[Boundary]:
         """Return where to take snapshots: at boundaries of configured kinds before the first skipped token."""
         spec, kinds = row.spec, {*self._config.boundaries, *(("system",) if row.spec.pinned else ())}
         wanted = [*spec.boundaries, Boundary("prompt", len(spec.token_ids) - 1)]

@@ -5,24 +5,24 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.core.prefix_cache.prompt_key import PromptKey
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import ModelRunner
 from engine.protocol import EngineRequest
 
 
-def may_lend(rows: Sequence[Request]) -> bool:
+def may_lend(rows: Sequence[Row]) -> bool:
     """Return whether KV segments may move to the row that continues them."""
     spec = rows[0].spec
     return spec.pooling is None and len(rows) == spec.num_choices == 1 and spec.sparse is None
 
 
-def may_keep(row: Request) -> bool:
+def may_keep(row: Row) -> bool:
     """Return whether the state after a row's last token may be stored."""
     spec = row.spec
     return spec.pooling is None and spec.num_choices == 1 and spec.sparse is None and not spec.pinned
 
 
-def max_tokens(row: Request, key: PromptKey) -> int:
+def max_tokens(row: Row, key: PromptKey) -> int:
     """Return the length in tokens of the longest prefix to restore.
 
     The last token must be computed for its logits, and a sparse plan has gaps after its dense tokens.
@@ -31,7 +31,7 @@ def max_tokens(row: Request, key: PromptKey) -> int:
     return min(most, len(key) - 1)
 
 
-def key_of(row: Request, runner: ModelRunner) -> PromptKey:
+def key_of(row: Row, runner: ModelRunner) -> PromptKey:
     """Return the key of a row's prompt, cached on the row until its prompt grows."""
     key = row.prompt_key
     if key is None or len(key) != row.num_tokens + row.num_skipped:

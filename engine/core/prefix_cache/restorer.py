@@ -9,7 +9,7 @@ from engine.core.prefix_cache.node import SnapshotNode
 from engine.core.prefix_cache.prefix_fetcher import PrefixFetcher
 from engine.core.prefix_cache.session import PrefixCacheSession, Reading
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
-from engine.core.request import named
+from engine.core.row import named
 from engine.core.runner import ModelRunner
 from engine.protocol import Boundary, InvalidRequest
 

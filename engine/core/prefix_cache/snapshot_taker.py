@@ -17,7 +17,7 @@ from engine.core.prefix_cache.node import Snapshot, SnapshotNode
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.session import PrefixCacheSession
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
-from engine.core.request import Request, named
+from engine.core.row import Row, named
 from engine.core.runner import ModelRunner
 from engine.protocol import Boundary
 
@@ -67,7 +67,7 @@ class SnapshotTaker:
             if session.base is not None and session.base_tokens == num_tokens:
                 session.base.is_resume_point = True
 
-    def take_answer(self, row: Request) -> SnapshotNode | None:
+    def take_answer(self, row: Row) -> SnapshotNode | None:
         """Take the state after a complete answer, whose row the runner still has; return None if it is not stored."""
         if len(row.output_token_ids) < self._min_tokens or not eligibility.may_keep(row) or not self._answers.offer():
             return None
@@ -76,7 +76,7 @@ class SnapshotTaker:
             self._answers.stored()
         return node
 
-    def take_row(self, row: Request) -> None:
+    def take_row(self, row: Row) -> None:
         """Take the state of a preempted decoding row, which the runner still has."""
         if eligibility.may_keep(row):
             self._take_row_or_log(row, is_awaited=True)
@@ -126,7 +126,7 @@ class SnapshotTaker:
         session.base = added
         return True
 
-    def _take_row_or_log(self, row: Request, is_awaited: bool) -> SnapshotNode | None:
+    def _take_row_or_log(self, row: Row, is_awaited: bool) -> SnapshotNode | None:
         """Take the state of a decoding row after its longest cached prefix in memory; return None if it is not stored.
 
         is_awaited: whether the row will continue from it.
@@ -141,9 +141,7 @@ class SnapshotTaker:
                 self._store.counters.num_rejected += 1
                 return None
 
-    def _take_row(
-        self, row: Request, key: PromptKey, base: SnapshotNode | None, is_awaited: bool
-    ) -> SnapshotNode | None:
+    def _take_row(self, row: Row, key: PromptKey, base: SnapshotNode | None, is_awaited: bool) -> SnapshotNode | None:
         """Take a decoding row's state; return None if it is not stored.
 
         Its keys and values stay in the row's cache until the row, which is about to be dropped, returns them.
@@ -173,14 +171,12 @@ class SnapshotTaker:
         return node
 
     def _new_node(
-        self, key: PromptKey, kind: SnapshotKind, row: Request, base: SnapshotNode | None, pinned: bool = False
+        self, key: PromptKey, kind: SnapshotKind, row: Row, base: SnapshotNode | None, pinned: bool = False
     ) -> SnapshotNode:
         now, parent = self._store.clock(), None if base is None else base.digest
         return SnapshotNode(key.digest(), key, kind, parent, row.spec.origin, pinned, now, now)
 
-    def _add(
-        self, node: SnapshotNode, snapshot: Snapshot, base: SnapshotNode | None, row: Request
-    ) -> SnapshotNode | None:
+    def _add(self, node: SnapshotNode, snapshot: Snapshot, base: SnapshotNode | None, row: Row) -> SnapshotNode | None:
         """Add a snapshot of all tokens of a node after `base`; return None if it is rejected or already stored."""
         known = self._store.get(node.digest)
         if known is not None:

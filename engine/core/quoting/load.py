@@ -12,7 +12,7 @@ from engine.core.prefix_cache.node import SnapshotNode
 from engine.core.prompt import USUAL_ANSWER, Prompt
 from engine.core.quoting.known_prefixes import KnownPrefixes
 from engine.core.quoting.residents import Residents
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts
 from engine.core.scheduler import Scheduler
 
@@ -109,7 +109,7 @@ class LoadRecorder:
         self._num_rows = -1  # reserved rows at the last reading of the budget
         self._reserved_bytes = 0
 
-    def request_arrived(self, row: Request) -> None:
+    def request_arrived(self, row: Row) -> None:
         """Note a queued request by its first row. Its booking counts until this has returned."""
         spec = row.spec
         if spec.keys is not None and (boundaries := self._prefix.boundary_digests(row)):
@@ -135,7 +135,7 @@ class LoadRecorder:
         seconds = self._costs.prompt_s(num_cached, num_tokens) + answer_s
         self._turn_s = seconds if self._turn_s is None else self._turn_s + TURN_WEIGHT * (seconds - self._turn_s)
 
-    def answer_complete(self, row: Request, node: SnapshotNode | None) -> None:
+    def answer_complete(self, row: Row, node: SnapshotNode | None) -> None:
         """Note a complete answer. node: the snapshot after it; None without one."""
         self._answer_tokens += ANSWER_WEIGHT * (len(row.output_token_ids) - self._answer_tokens)
         if (keys := row.spec.keys) is None:

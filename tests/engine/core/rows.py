@@ -12,7 +12,7 @@ from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.evictable import Evictable
 from engine.core.prompt import Prompt
-from engine.core.request import Request, RequestState
+from engine.core.row import Row, RowState
 from engine.core.runner import Drafts, PrefillOutput, RowOutput
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_context import SchedulerContext
@@ -42,7 +42,7 @@ class EvictableBytes:
 class NoPrefixes:
     """An empty prefix cache."""
 
-    def num_cached(self, row: Request) -> int:
+    def num_cached(self, row: Row) -> int:
         return 0
 
     def source_of(self, prompt: Prompt, in_progress: Iterable[Prompt]) -> Prompt | None:
@@ -60,8 +60,8 @@ def spec(request_id: str, num_prompt: int = 4, max_tokens: int = 30, priority: i
     return EngineRequest(request_id, prompt, SamplingParams(max_tokens), (STOP,), num_choices=n, priority=priority)
 
 
-def rows_of(request: EngineRequest) -> list[Request]:
-    return [Request(request, index) for index in range(request.num_choices)]
+def rows_of(request: EngineRequest) -> list[Row]:
+    return [Row(request, index) for index in range(request.num_choices)]
 
 
 def make_scheduler(
@@ -98,7 +98,7 @@ class Step:
     drop: list[str]
     failed: Published
     decode: bool
-    prefill: Sequence[Request]
+    prefill: Sequence[Row]
     max_prefill_tokens: int
 
 
@@ -121,19 +121,19 @@ def out(*token_ids: int, **more: Any) -> RowOutput:
     return RowOutput(token_ids, **more)
 
 
-def finish_prefill(scheduler: Scheduler, rows: list[Request]) -> None:
+def finish_prefill(scheduler: Scheduler, rows: list[Row]) -> None:
     prompt = rows[0].prompt
     scheduler.update_prefill(prompt, PrefillOutput(prompt.num_left, {row.id: out(7) for row in rows}))
 
 
-def start(scheduler: Scheduler, request: EngineRequest) -> list[Request]:
+def start(scheduler: Scheduler, request: EngineRequest) -> list[Row]:
     """Through the queue and its whole prefill, to rows with one token."""
     rows = rows_of(request)
     scheduler.add(rows)
     work = step_of(scheduler)
     assert list(work.prefill) == rows
     finish_prefill(scheduler, rows)
-    assert all(row.state is RequestState.RUNNING for row in rows)
+    assert all(row.state is RowState.RUNNING for row in rows)
     return rows
 
 

@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import PLAIN, PrefillOutput, RowOutput
 from engine.core.scheduler import Scheduler
 from engine.protocol import EngineRequest, SamplingParams
@@ -75,8 +75,8 @@ def tight(budget: int, evictable: Evictables | None = None, clock: Clock | None 
     return make_scheduler(EngineConfig.model_validate(config), clock, books, evictable)
 
 
-def admit(scheduler: Scheduler, spec: EngineRequest) -> Request:
-    row = Request(spec)
+def admit(scheduler: Scheduler, spec: EngineRequest) -> Row:
+    row = Row(spec)
     scheduler.add([row])
     assert list(step_of(scheduler).prefill) == [row]
     finish_prefill(scheduler, [row])
@@ -97,7 +97,7 @@ def test_a_preempted_long_answer_fits_when_it_restarts():
     long, urgent = request("long", 10, 1900, priority=9), request("urgent", 10, 5)
     engine = driver(60_000, costs, max_running=1, scheduler={"policy": "priority"})
     core = engine.core
-    most = core.budget.needs.min_bytes(core.budget.needs.need([Request(long)], whole=True))
+    most = core.budget.needs.min_bytes(core.budget.needs.need([Row(long)], whole=True))
     assert most > 49_000, "its rows, and 16 tokens that look at 1900"
     engine = driver(10_000 + most, costs, max_running=1, scheduler={"policy": "priority"})
     core = engine.core
@@ -113,7 +113,7 @@ def test_snapshots_and_image_features_are_both_evicted_where_neither_is_enough()
     engine.core.runner.feature_bytes = 6000  # type: ignore[misc]
     snapshots = engine.core.prefixes.store.num_bytes
     big = request("big", 10, 1700, 7)
-    missing = engine.core.budget.shortfall_bytes([Request(big)])
+    missing = engine.core.budget.shortfall_bytes([Row(big)])
     assert (
         missing > max(snapshots, 6000)
         and engine.core.budget.needs.clamp_max_tokens(big, engine.core.pinned_bytes) == big
@@ -127,9 +127,7 @@ def test_the_allocation_overhead_of_snapshots_counts_as_evictable():
     engine.run({0: [request(f"before{i}", 30, 3, i) for i in range(4)]})
     cache, big = engine.core.prefixes.store, request("big", 10, 1720, 7)
     held = cache.num_bytes + 300 * cache.num_in_memory
-    assert cache.num_bytes < engine.core.budget.shortfall_bytes([Request(big)]) <= held, (
-        "arrays alone would not suffice"
-    )
+    assert cache.num_bytes < engine.core.budget.shortfall_bytes([Row(big)]) <= held, "arrays alone would not suffice"
     assert engine.run({0: [big]})["big"] == answer(big)
 
 
@@ -140,7 +138,7 @@ def test_evicted_memory_goes_to_a_growing_row_before_a_new_request():
     while not scheduler.budget.needs_more_slots(row):
         scheduler.update_decode({row.id: RowOutput((7,))})
     evictable.evictable_bytes = scheduler.budget.free_bytes
-    scheduler.add([Request(spec("new", 5, 1))])
+    scheduler.add([Row(spec("new", 5, 1))])
     work = step_of(scheduler)
     assert work.decode and not scheduler.budget.needs_more_slots(row)
     assert scheduler.budget.free_bytes >= 0
@@ -152,7 +150,7 @@ def test_a_growing_row_gets_memory_by_shrinking_the_next_chunk():
     config = EngineConfig.model_validate({"prefill_chunk_tokens_busy": 16, "prefill_chunk_tokens": 2048})
     budget = MemoryBudget(costs, 12_000, 16, EvictableBytes())
     scheduler = make_scheduler(config, budget=budget)
-    row, new = admit(scheduler, spec("row", 20, 200)), Request(spec("new", 600, 10))
+    row, new = admit(scheduler, spec("row", 20, 200)), Row(spec("new", 600, 10))
     scheduler.add([new])
     assert list(step_of(scheduler).prefill) == [new]
     scheduler.update_prefill(new.prompt, PrefillOutput(16))
@@ -167,13 +165,13 @@ def test_a_growing_row_gets_memory_by_shrinking_the_next_chunk():
 def test_a_prompt_beside_other_rows_needs_memory_for_a_larger_chunk_than_alone():
     costs = replace(COSTS, token_step_bytes=40.0)
     books = MemoryBudget(costs, 17_500, 16, EvictableBytes())
-    row = Request(request("row", 10, 16))
-    small, large = (books.shortfall_bytes([Request(request("new", n, 8))]) for n in (520, 640))
+    row = Row(request("row", 10, 16))
+    small, large = (books.shortfall_bytes([Row(request("new", n, 8))]) for n in (520, 640))
     assert (small, large) == (0, 0), "alone it starts with 16 tokens at a time"
     assert books.reserve([row]) == 0
     books.release_prefill(row)
-    assert books.shortfall_bytes([Request(request("new", 520, 8))]) > 0, "64 tokens at a time would not fit"
-    assert books.shortfall_bytes([Request(request("new", 520, 8))], without=[row.id]) == 0
+    assert books.shortfall_bytes([Row(request("new", 520, 8))]) > 0, "64 tokens at a time would not fit"
+    assert books.shortfall_bytes([Row(request("new", 520, 8))], without=[row.id]) == 0
 
 
 def test_a_request_that_never_fits_fails_when_the_engine_is_idle_and_the_next_is_admitted():
@@ -181,7 +179,7 @@ def test_a_request_that_never_fits_fails_when_the_engine_is_idle_and_the_next_is
     clock = Clock()
     scheduler = tight(3000, clock=clock, max_running=4)
     row = admit(scheduler, spec("runs", 20, 100))
-    scheduler.add([Request(spec("never", 400, 10))])
+    scheduler.add([Row(spec("never", 400, 10))])
     step_of(scheduler)
     clock.advance(100)
     step_of(scheduler)
@@ -194,7 +192,7 @@ def test_a_request_that_never_fits_fails_when_the_engine_is_idle_and_the_next_is
 def test_a_row_that_outgrows_the_memory_alone_fails_without_the_request_behind_it():
     scheduler = tight(1000, max_running=4, reserve_tokens=16)
     row = admit(scheduler, spec("long", 20, 500))
-    scheduler.add([Request(spec("next", 60, 10))])
+    scheduler.add([Row(spec("next", 60, 10))])
     failed: dict[str, Any] = {}
     while not failed:
         scheduler.update_decode({row.id: RowOutput((7,))})
@@ -210,7 +208,7 @@ def test_evictable_memory_is_freed_before_a_row_is_preempted():
     scheduler = tight(20_000, evictable, clock, max_running=8)
     for i in range(6):
         admit(scheduler, replace(spec(f"hog{i}", 28, 100), client="hog"))
-    scheduler.add([Request(replace(spec("new", 500, 100), client="other"))])
+    scheduler.add([Row(replace(spec("new", 500, 100), client="other"))])
     evictable.evictable_bytes = scheduler.budget.free_bytes
     work = step_of(scheduler)
     assert [row.id for row in work.prefill] == ["new/0"] and scheduler._stats.num_preempted == 0
@@ -222,7 +220,7 @@ def test_preemption_and_eviction_together_admit_a_request_where_neither_is_enoug
     for i in range(4):
         admit(scheduler, replace(spec(f"hog{i}", 28, 15), client="hog"))
     evictable.evictable_bytes = scheduler.budget.free_bytes
-    scheduler.add([Request(replace(spec("new", 100, 20), client="other"))])
+    scheduler.add([Row(replace(spec("new", 100, 20), client="other"))])
     clock.advance(6)
     assert [row.id for row in step_of(scheduler).prefill] == ["new/0"] and scheduler._stats.num_preempted == 1
 
@@ -233,7 +231,7 @@ def test_a_client_with_its_fair_share_of_rows_preempts_no_other():
     for client, num_rows in (("most", 3), ("share", 2), ("little", 1)):
         for i in range(num_rows):
             admit(scheduler, replace(spec(f"{client}{i}"), client=client))
-    scheduler.add([Request(replace(spec("more"), client="share"))])
+    scheduler.add([Row(replace(spec("more"), client="share"))])
     clock.advance(6)
     assert not step_of(scheduler).prefill and scheduler._stats.num_preempted == 0
 
@@ -245,7 +243,7 @@ def test_a_client_with_most_of_the_memory_is_preempted_for_other_clients_but_not
         admit(scheduler, replace(spec("big", 700, 100), client="big"))
         admit(scheduler, replace(spec("small", 20, 20), client="other"))
         clock.advance(20)  # 700 tokens take 0.7 s, as far as is known: the row has run for longer than 20 times that
-        scheduler.add([Request(replace(spec("new", 300, 20), client=client))])
+        scheduler.add([Row(replace(spec("new", 300, 20), client=client))])
         clock.advance(6)
         step_of(scheduler)
         assert scheduler._stats.num_preempted == displaced, client
@@ -257,7 +255,7 @@ def test_a_row_is_not_preempted_before_it_has_run_for_twenty_times_its_recompute
     admit(scheduler, replace(spec("big", 700, 100), client="big"))
     admit(scheduler, replace(spec("small", 20, 20), client="other"))
     began_s = clock()
-    scheduler.add([Request(replace(spec("new", 300, 20), client="other"))])
+    scheduler.add([Row(replace(spec("new", 300, 20), client="other"))])
     for waited_s, num_preempted in ((13.9, 0), (14.1, 1)):
         clock.now_s = began_s + waited_s
         step_of(scheduler)
@@ -285,7 +283,7 @@ def test_rows_are_not_preempted_where_that_would_not_free_enough_memory():
         admit(scheduler, replace(spec(f"hog{i}", 28, 100), client="hog"))
     for i in range(2):
         admit(scheduler, replace(spec(f"fair{i}", 500, 100), client="fair"))
-    scheduler.add([Request(replace(spec("new", 1500, 100), client="new"))])
+    scheduler.add([Row(replace(spec("new", 1500, 100), client="new"))])
     clock.advance(6)
     assert not step_of(scheduler).prefill and scheduler._stats.num_preempted == 0
 
@@ -332,7 +330,7 @@ def test_a_prompt_preempted_before_its_first_token_still_times_out_in_the_queue(
         2100, clock=clock, reserve_tokens=16, prefill_chunk_tokens_busy=16, scheduler={"queue_timeout_s": 10}
     )
     row = admit(scheduler, spec("row", 20, 150))
-    new = Request(spec("new", 120, 10))
+    new = Row(spec("new", 120, 10))
     scheduler.add([new])
     assert list(step_of(scheduler).prefill) == [new]
     scheduler.update_prefill(new.prompt, PrefillOutput(16))
@@ -359,7 +357,7 @@ def test_ageing_raises_one_request_of_a_priority_and_fairness_chooses_which():
     scheduler = scheduler_of("priority", clock, max_running=1)
     start(scheduler, spec("runs"))
     for name, priority, client in (("aged", 1, "a"), *((f"fresh{i}", 1, "b") for i in range(3)), ("urgent", 0, "c")):
-        scheduler.add([Request(replace(spec(name, priority=priority), client=client))])
+        scheduler.add([Row(replace(spec(name, priority=priority), client=client))])
         clock.advance(5.5 * (name == "aged"))
     scheduler._shares.charge("a", num_prompt_tokens=5000)
     order = [one.request_id for one in scheduler.queue.status(scheduler.budget.needs)]
@@ -376,10 +374,10 @@ def test_a_reservation_covers_the_logits_processing_that_the_sampling_parameters
         1000: (replace(plain, presence_penalty=1.0), replace(plain, logprobs=0), replace(plain, min_tokens=3)),
         1100: (replace(plain, top_p=0.9, logit_bias=((5, 1.0),), repetition_penalty=1.1),),
     }
-    base = books.needs.min_bytes(books.needs.need([Request(request("r", 20, 16))]))
+    base = books.needs.min_bytes(books.needs.need([Row(request("r", 20, 16))]))
     for num_bytes, samplings in asked.items():
         for sampling in samplings:
-            row = Request(replace(request("r", 20, 16), sampling=sampling))
+            row = Row(replace(request("r", 20, 16), sampling=sampling))
             assert books.needs.min_bytes(books.needs.need([row])) == base + num_bytes
             assert books.reserve([row]) == 0
             assert books._sampling_bytes == num_bytes
@@ -398,7 +396,7 @@ def test_snapshots_are_evicted_for_a_shared_decode_group_only_for_long_answers(m
     budget = MemoryBudget(costs, 200_000, 1000, cached)
     scheduler = make_scheduler(EngineConfig(max_running=2), None, budget, cached, model)
     admit(scheduler, spec("long", 3000, 200))
-    short = Request(spec("short", 2800, max_tokens))
+    short = Row(spec("short", 2800, max_tokens))
     cached.evictable_bytes = num_cached = budget.free_bytes - 31_000
     assert 0 < budget.group_shortfall_bytes([short]) <= num_cached
     scheduler.add([short])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.protocol import EngineRequest, FinishReason, MemoryExceeded, Progress, SamplingParams, TokenChunk
 from tests.engine.core.rows import finish_prefill, out, scheduler_of, spec, step_of
 from tests.support.clock import Clock
@@ -124,8 +124,8 @@ def continued(num_prompt: int, *num_tokens: int, client: str = "a", request_id: 
     return replace(whole, progress=tuple(Progress((9,) * num) for num in num_tokens))
 
 
-def rows_of(request: EngineRequest) -> list[Request]:
-    return [Request(request, index) for index in request.open_choices]
+def rows_of(request: EngineRequest) -> list[Row]:
+    return [Row(request, index) for index in request.open_choices]
 
 
 def test_the_client_is_charged_for_the_prompt_once_and_for_no_token_of_the_other_engine():
@@ -258,7 +258,7 @@ def test_pieces_of_answers_that_move_through_several_engines_are_the_whole_answe
         request(f"r{i}", n=rng.choice([1, 1, 3]), max_tokens=rng.randint(1, 40), seed=100 * seed + i) for i in range(6)
     ]
     wholes = [replace(one, token_ids=np.arange(rng.choice([5, 40, 90]), dtype=np.int32)) for one in wholes]
-    stops = {Request(one, 0).sampling.seed: rng.randint(0, 30) for one in wholes if rng.random() < 0.3}
+    stops = {Row(one, 0).sampling.seed: rng.randint(0, 30) for one in wholes if rng.random() < 0.3}
     tokens: dict[tuple[str, int], list[int]] = {(r.request_id, i): [] for r in wholes for i in range(r.num_choices)}
     finish: dict[tuple[str, int], FinishReason] = {}
     left, num_moved = wholes, 0
@@ -290,7 +290,7 @@ def test_pieces_of_answers_that_move_through_several_engines_are_the_whole_answe
         num_moved += 1
     for one in wholes:
         for i in range(one.num_choices):
-            sampled, stop = Request(one, i).sampling.seed, stops.get(Request(one, i).sampling.seed, 10_000)
+            sampled, stop = Row(one, i).sampling.seed, stops.get(Row(one, i).sampling.seed, 10_000)
             num = min(one.sampling.max_tokens, stop)
             assert tokens[one.request_id, i] == [token(sampled, position) for position in range(num)]
             stopped = stop < one.sampling.max_tokens

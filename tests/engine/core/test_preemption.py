@@ -7,7 +7,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core.cost_model import GUESSED_S_PER_TOKEN
-from engine.core.request import Request, RequestState
+from engine.core.row import Row, RowState
 from engine.core.runner import PrefillOutput
 from engine.core.scheduler import Scheduler
 from engine.protocol import EngineRequest, FinishReason, SamplingParams
@@ -38,7 +38,7 @@ def test_an_urgent_request_preempts_the_latest_of_the_least_urgent_rows():
     assert (scheduler.num_running, scheduler.num_waiting, scheduler._stats.num_preempted) == (3, 1, 1)
 
 
-def start_prompt(scheduler: Scheduler, request: EngineRequest, num_tokens: int) -> list[Request]:
+def start_prompt(scheduler: Scheduler, request: EngineRequest, num_tokens: int) -> list[Row]:
     """Admit a request and compute so many tokens of its prompt."""
     rows = rows_of(request)
     scheduler.add(rows)
@@ -57,7 +57,7 @@ def test_an_urgent_request_preempts_a_less_urgent_prompt_in_progress():
     scheduler.add(urgent)
     work = step_of(scheduler)
     assert sorted(work.drop) == ["wide/0", "wide/1"] and list(work.prefill) == urgent
-    assert [row.state for row in wide] == [RequestState.WAITING] * 2 and wide[0].num_prefilled == 0
+    assert [row.state for row in wide] == [RowState.WAITING] * 2 and wide[0].num_prefilled == 0
     assert scheduler._stats.num_preempted == 2
     assert [waiting.request_id for waiting in scheduler.queue.status(scheduler.budget.needs)] == ["wide", "equal"]
 
@@ -129,7 +129,7 @@ def test_a_request_with_several_choices_preempts_only_the_rows_it_lacks():
     wide = rows_of(spec("wide", n=3, priority=1))
     scheduler.add(wide)
     step_of(scheduler)
-    assert scheduler._stats.num_preempted == 1 and [row.state for row in wide] == [RequestState.PREFILL] * 3
+    assert scheduler._stats.num_preempted == 1 and [row.state for row in wide] == [RowState.PREFILL] * 3
 
 
 def test_an_urgent_request_does_not_take_a_free_row_that_the_head_of_the_queue_waits_for():
@@ -150,7 +150,7 @@ def test_a_preempted_row_waits_at_the_head_of_its_priority():
         scheduler.add(rows_of(spec(name, priority=priority)))
     clock.advance(1)
     scheduler.preempt(row, "growth")
-    assert row.state is RequestState.WAITING and row.num_prefilled == 0
+    assert row.state is RowState.WAITING and row.num_prefilled == 0
     order = [waiting.request_id for waiting in scheduler.queue.status(scheduler.budget.needs)]
     assert order == ["better", "a", "older equal"]
 
@@ -214,7 +214,7 @@ def test_a_row_that_was_preempted_is_not_preempted_again_at_once():
     scheduler = scheduler_of("priority", clock, max_running=1, scheduler={"ageing_s": 5.0})
     [poor] = start(scheduler, spec("poor", priority=3))
     start(scheduler, spec("urgent"))
-    assert poor.state is RequestState.WAITING
+    assert poor.state is RowState.WAITING
     scheduler.abort("urgent")
     assert list(step_of(scheduler).prefill) == [poor]
     finish_prefill(scheduler, [poor])
@@ -236,7 +236,7 @@ def test_a_low_priority_row_finishes_under_a_stream_of_urgent_requests_with_few_
             scheduler.update_decode({row_id: out(8) for row_id in scheduler._running})
             if work.prefill:
                 finish_prefill(scheduler, list(work.prefill))
-    assert poor.state is RequestState.FINISHED
+    assert poor.state is RowState.FINISHED
     assert scheduler._stats.num_preempted <= 6
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engine.config import GrammarConfig
-from engine.core.request import Matcher
+from engine.core.row import Matcher
 from engine.processing import grammar as grammar_module
 from engine.processing import grammar_build
 from engine.processing.checkpoint import DEMO_MODEL

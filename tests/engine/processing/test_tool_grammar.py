@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tool_parsers.qwen3_coder import parse_tool_call
 
-from engine.core.request import Matcher
+from engine.core.row import Matcher
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer import ChatTokenizer
 from engine.processing.tool_grammar import tool_call_grammar

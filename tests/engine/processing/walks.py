@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from engine.config import GrammarConfig
-from engine.core.request import Matcher
+from engine.core.row import Matcher
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.control_tokens import without_added_tokens
 from engine.processing.grammar import GrammarCompiler

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.self_test import machine
 from engine.self_test.bench import QUICK
 from engine.self_test.outcome import Status
@@ -34,7 +34,7 @@ class BrokenRunner(MLXRunner):
         runner.costs = replace(runner.costs, token_bytes=runner.costs.token_bytes // 4)
         return runner
 
-    def restore(self, rows: Sequence[Request], snapshot: Any, lend: Sequence[Any] = ()) -> None:
+    def restore(self, rows: Sequence[Row], snapshot: Any, lend: Sequence[Any] = ()) -> None:
         super().restore(rows, snapshot, lend)
         for layer in self._prompts[rows[0].id].cache:
             if hasattr(layer, "values"):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig, GrammarConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import Drafts, PromptChunk
 from engine.processing.grammar import GrammarCompiler
 from engine.protocol import EngineRequest, GrammarSpec, SamplingParams
@@ -38,23 +38,23 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def row_of(name: str, num_prompt: int, max_tokens: int = 12, rectangle: int = 0, **sampling: Any) -> Request:
+def row_of(name: str, num_prompt: int, max_tokens: int = 12, rectangle: int = 0, **sampling: Any) -> Row:
     ids = np.random.default_rng(zlib.crc32(name.encode())).integers(20, 500, num_prompt).astype(np.int32)
     params = SamplingParams(max_tokens, **{"temperature": 0.0, "seed": num_prompt} | sampling)
-    return Request(EngineRequest(name, ids, params, ()), decode_group=rectangle)
+    return Row(EngineRequest(name, ids, params, ()), decode_group=rectangle)
 
 
-def rows_of(lengths: Sequence[int] = LENGTHS, **more: Any) -> list[Request]:
+def rows_of(lengths: Sequence[int] = LENGTHS, **more: Any) -> list[Row]:
     return [row_of(f"r{i}", length, **more) for i, length in enumerate(lengths)]
 
 
-def chunks_of(runner: MLXRunner, rows: Sequence[Request], most: int = 1000) -> list[PromptChunk]:
+def chunks_of(runner: MLXRunner, rows: Sequence[Row], most: int = 1000) -> list[PromptChunk]:
     """The next tokens of each prompt, at most so many."""
     done = [prompt.done if (prompt := runner._prompts.get(row.id)) else 0 for row in rows]
     return [PromptChunk(row, min(most, row.num_tokens - n)) for row, n in zip(rows, done, strict=True)]
 
 
-def take(rows: Sequence[Request], outputs: Mapping[str, Any]) -> list[str]:
+def take(rows: Sequence[Row], outputs: Mapping[str, Any]) -> list[str]:
     """Appends what came; returns the rows that have all of their tokens."""
     for row in rows:
         for token in outputs[row.id].token_ids if row.id in outputs else ():
@@ -63,7 +63,7 @@ def take(rows: Sequence[Request], outputs: Mapping[str, Any]) -> list[str]:
     return [row.id for row in rows if len(row.output_token_ids) == row.sampling.max_tokens]
 
 
-def decode(runner: MLXRunner, rows: Sequence[Request], num_drafts: int = 0) -> dict[str, list[int]]:
+def decode(runner: MLXRunner, rows: Sequence[Row], num_drafts: int = 0) -> dict[str, list[int]]:
     """All of the rows to their ends. Returns the tokens by request."""
     left = list(rows)
     while left:
@@ -73,14 +73,14 @@ def decode(runner: MLXRunner, rows: Sequence[Request], num_drafts: int = 0) -> d
     return {row.spec.request_id: list(row.output_token_ids) for row in rows}
 
 
-def start(runner: MLXRunner, row: Request, most: int = 1000) -> None:
+def start(runner: MLXRunner, row: Row, most: int = 1000) -> None:
     """A prompt alone, to its end."""
     while (first := runner.prefill([row], most).first) is None:
         pass
     take([row], first)
 
 
-def start_together(runner: MLXRunner, rows: Sequence[Request], most: int = 1000) -> None:
+def start_together(runner: MLXRunner, rows: Sequence[Row], most: int = 1000) -> None:
     left = list(rows)
     while left:
         chunks = chunks_of(runner, left, most)
@@ -90,10 +90,10 @@ def start_together(runner: MLXRunner, rows: Sequence[Request], most: int = 1000)
                 left.remove(row)
 
 
-def alone(runner: MLXRunner, rows: Sequence[Request]) -> dict[str, list[int]]:
+def alone(runner: MLXRunner, rows: Sequence[Row]) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     for row in rows:
-        fresh = Request(row.spec)
+        fresh = Row(row.spec)
         start(runner, fresh)
         tokens |= decode(runner, [fresh])
     return tokens
@@ -169,7 +169,7 @@ def test_prompts_restored_from_snapshots_share_a_burst_with_others(runner_of, mo
     rows = rows_of()
     expected = alone(runner, rows)
     for i, at in ((1, 20), (3, 16), (5, 3)):
-        first = Request(rows[i].spec)
+        first = Row(rows[i].spec)
         runner.prefill([first], at)
         snapshot = runner.snapshot([first])
         runner.drop([first.id])
@@ -244,9 +244,9 @@ def test_dropped_rows_of_a_burst_free_the_memory_of_their_caches(tiny):
 def test_first_tokens_sampled_again_after_a_failed_burst_advance_each_grammar_once(tiny, monkeypatch):
     compiler = GrammarCompiler(tiny._model.path, tiny.vocab_size, (1,), GrammarConfig())
 
-    def constrained() -> list[Request]:
+    def constrained() -> list[Row]:
         matchers = [asyncio.run(compiler.compile(GrammarSpec("regex", f"[{c}-z]{{60,90}}"))) for c in "agm"]
-        return [Request(row.spec, matcher=each) for row, each in zip(rows_of((9, 30, 4)), matchers, strict=True)]
+        return [Row(row.spec, matcher=each) for row, each in zip(rows_of((9, 30, 4)), matchers, strict=True)]
 
     expected: dict[str, list[int]] = {}
     for row in constrained():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig, MTPExact
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import Drafts
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.worker.drafter import PendingHiddenStates
@@ -24,18 +24,18 @@ from tests.support.demo_model import DRAFT
 VOCAB = 512
 
 
-def row(name: str, num_prompt_tokens: int, **params: object) -> Request:
+def row(name: str, num_prompt_tokens: int, **params: object) -> Row:
     ids = np.random.default_rng(num_prompt_tokens).integers(20, VOCAB, num_prompt_tokens).astype(np.int32)
-    return Request(EngineRequest(name, ids, SamplingParams(1000, **{"temperature": 0.0} | params), ()))  # type: ignore[arg-type]
+    return Row(EngineRequest(name, ids, SamplingParams(1000, **{"temperature": 0.0} | params), ()))  # type: ignore[arg-type]
 
 
-def join(runner: MLXRunner, request: Request) -> list[int]:
+def join(runner: MLXRunner, request: Row) -> list[int]:
     while (first := runner.prefill([request], 64).first) is None:
         pass
     return list(first[request.id].token_ids)
 
 
-def tokens(runner: MLXRunner, rows: Sequence[Request], num_drafts: Callable[[int], int], count: int) -> list[list[int]]:
+def tokens(runner: MLXRunner, rows: Sequence[Row], num_drafts: Callable[[int], int], count: int) -> list[list[int]]:
     """At least `count` tokens of each row, one joining every other step; cut to `count`."""
     out: dict[str, list[int]] = {}
     for step in range(100_000):
@@ -61,10 +61,10 @@ def test_rows_decode_in_their_decode_groups_with_the_same_tokens_as_alone(tiny: 
     alone = [tokens(tiny, [r], lambda step: 0, 20)[0] for r in rows]
     for r, rectangle in zip(rows, rectangles, strict=True):
         r.decode_group = rectangle
-    seen: list[dict[int, list[Request]]] = []
+    seen: list[dict[int, list[Row]]] = []
 
     def drafts(step: int) -> int:
-        seen.append({i: [r.request for r in group.rows] for i, group in tiny._batch._groups.items()})
+        seen.append({i: [r.row for r in group.rows] for i, group in tiny._batch._groups.items()})
         return step % 4
 
     assert tokens(tiny, rows, drafts, 20) == alone

@@ -12,7 +12,7 @@ import pytest
 
 import engine.worker  # noqa: F401  # before MLX
 from engine.config import EngineConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner
@@ -50,11 +50,11 @@ def runner_of(tiny_model: Callable[..., Path]) -> Callable[[str], MLXRunner]:
     return of
 
 
-def row_of(name: str, **sampling: Any) -> Request:
+def row_of(name: str, **sampling: Any) -> Row:
     num_prompt, group = ROWS[name]
     ids = np.random.default_rng(num_prompt).integers(20, VOCAB, num_prompt).astype(np.int32)
     params = SamplingParams(1000, **{"temperature": 0.0, "seed": num_prompt} | sampling)
-    return Request(EngineRequest(name, ids, params, ()), decode_group=group)
+    return Row(EngineRequest(name, ids, params, ()), decode_group=group)
 
 
 @dataclass
@@ -64,10 +64,10 @@ class Batch:
     runner: MLXRunner
     drafts: Callable[[int], Drafts]
     tokens: dict[str, list[int]] = field(default_factory=dict)
-    rows: dict[str, Request] = field(default_factory=dict)
+    rows: dict[str, Row] = field(default_factory=dict)
     step: int = 0
 
-    def join(self, row: Request) -> None:
+    def join(self, row: Row) -> None:
         while (first := self.runner.prefill([row], 64).first) is None:
             pass
         self.rows[row.id] = row
@@ -80,7 +80,7 @@ class Batch:
                 self.tokens[row_id] += output.token_ids
             self.step += 1
 
-    def drop(self, row: Request) -> None:
+    def drop(self, row: Row) -> None:
         del self.rows[row.id]
         self.runner.drop([row.id])
 
@@ -89,7 +89,7 @@ class Batch:
         return len(self.runner._batch._groups)
 
 
-def alone(runner: MLXRunner, row: Request, count: int) -> list[int]:
+def alone(runner: MLXRunner, row: Row, count: int) -> list[int]:
     batch = Batch(runner, DRAFTS["no drafts"])
     batch.join(row)
     batch.decode(count)

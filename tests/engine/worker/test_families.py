@@ -18,7 +18,7 @@ import pytest
 from mlx_vlm.models.cache import make_prompt_cache
 
 from engine.config import EngineConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts, PromptChunk
 from engine.protocol import Boundary, EngineRequest, Progress, SamplingParams
 from engine.worker import prefill
@@ -120,7 +120,7 @@ def test_request_alone_gets_the_tokens_of_forwards_without_any_state(served, chu
 @one_family_of_each_layout
 @pytest.mark.parametrize("chunk", [3, 9])
 def test_prompt_may_be_cut_into_chunks_shorter_than_a_window(served, chunk):
-    row = Request(served.request("first"))
+    row = Row(served.request("first"))
     output = served.runner.prefill([row], chunk)
     while not output.first:
         output = served.runner.prefill([row], chunk)
@@ -193,7 +193,7 @@ def test_pieces_of_prompts_computed_in_one_forward_give_the_same_tokens_as_alone
     runner, tokens = served.runner, {}
     if runner.no_bursts is not None:
         pytest.skip(runner.no_bursts)
-    left = [Request(served.request(turn)) for turn in ("second", "first", "short")]
+    left = [Row(served.request(turn)) for turn in ("second", "first", "short")]
     most = {row.id: size for row, size in zip(left, (11, 1, 8), strict=True)}
     computed = dict.fromkeys(most, 0)
     while left:
@@ -215,7 +215,7 @@ def test_pieces_of_prompts_computed_in_one_forward_give_the_same_tokens_as_alone
 @every_family
 def test_prompt_that_begins_beside_the_rest_of_another_gets_the_same_tokens_as_alone(served):
     """Recurrent layers may begin a prompt otherwise than with a state of zeros."""
-    runner, rows = served.runner, [Request(served.request(turn)) for turn in ("second", "short")]
+    runner, rows = served.runner, [Row(served.request(turn)) for turn in ("second", "short")]
     if runner.no_bursts is not None:
         pytest.skip(runner.no_bursts)
     rest, begins = rows
@@ -258,7 +258,7 @@ OF_EVERY_FAMILY = (
 def test_drafts_by_prompt_lookup_change_no_token(served):
     """Rows draft in every second step, whether anything matches or not; a family that cannot do so says why."""
     runner, tokens = served.runner, {}
-    rows = [Request(served.request(turn)) for turn in served.turns]
+    rows = [Row(served.request(turn)) for turn in served.turns]
     for row in rows:
         while not (first := runner.prefill([row], 64).first):
             pass

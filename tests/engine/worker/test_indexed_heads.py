@@ -75,7 +75,7 @@ def test_drafts_are_those_of_the_librarys_head_through_bursts_joins_rejections_a
 
     def draft(group: DecodeGroup, *args: Any) -> mx.array:
         tokens = draft_tokens(group, *args)
-        drafted.append(([row.request.id.split("/")[0] for row in group.rows], group._lengths, tokens))
+        drafted.append(([row.row.id.split("/")[0] for row in group.rows], group._lengths, tokens))
         return tokens
 
     draft_tokens = DecodeGroup._draft

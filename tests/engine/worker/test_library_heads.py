@@ -15,7 +15,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from engine.config import EngineConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts, PromptChunk
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
 from engine.worker import loader, mtp_loader
@@ -69,7 +69,7 @@ class Served:
 
     def join(self, name: str, token_ids: Sequence[int], snapshot: StateSnapshot | None = None) -> tuple[str, list[int]]:
         """Let a row decode; return its id, and its prompt with the first token."""
-        row = Request(request(name, token_ids))
+        row = Row(request(name, token_ids))
         if snapshot is not None:
             self.runner.restore([row], snapshot)
         while not (first := self.runner.prefill([row], 7).first):
@@ -104,7 +104,7 @@ class Recorded:
 
         def record(group: DecodeGroup, *args: Any) -> mx.array:
             drafts = draft(group, *args)
-            self._drafts.append(([row.request.id for row in group.rows], group._lengths, drafts))
+            self._drafts.append(([row.row.id for row in group.rows], group._lengths, drafts))
             return drafts
 
         monkeypatch.setattr(DecodeGroup, "_draft", record)
@@ -133,7 +133,7 @@ def test_drafts_are_those_of_the_library_while_rows_keep_different_numbers_of_to
         answers[row_id] = tokens
 
     def look_up(group: DecodeGroup, num_drafts: int) -> mx.array:
-        behind = [answers[row.request.id][row.request.num_tokens + len(row.output_ids) :] for row in group.rows]
+        behind = [answers[row.row.id][row.row.num_tokens + len(row.output_ids) :] for row in group.rows]
         right = [[*ids[:num_drafts], *[0] * num_drafts][:num_drafts] for ids in behind]
         return mx.array([ids if i % 2 else [0] * num_drafts for i, ids in enumerate(right)], mx.int32)
 
@@ -164,7 +164,7 @@ def test_drafts_are_those_of_the_library_behind_snapshots_of_prompts_and_rows(se
     """Snapshots as another node sends them, of other lengths than the one that gives the shapes."""
     runner, ids, recorded = served.runner, PROMPTS["long"], Recorded(monkeypatch)
     sent, boundaries, parent, of_row = [], (2, 8, 13, 16, 17, 44), None, None
-    row = Request(request("sent", ids))
+    row = Row(request("sent", ids))
     for done, end in zip((0, *boundaries), boundaries, strict=False):
         runner.prefill([row], end - done)
         sent.append(runner.snapshot([row], parent))
@@ -195,7 +195,7 @@ def test_drafts_are_those_of_the_library_behind_snapshots_of_prompts_and_rows(se
 def test_drafts_are_those_of_the_library_for_prompts_that_are_computed_together(served, monkeypatch):
     runner, recorded, tokens = served.runner, Recorded(monkeypatch), {}
     prompts = {**PROMPTS, "single": [17]}
-    rows = {name: Request(request(name, ids)) for name, ids in prompts.items()}
+    rows = {name: Row(request(name, ids)) for name, ids in prompts.items()}
     for sizes in (
         {"long": 5, "short": 2, "late": 9},
         {"long": 7, "short": 11, "late": 1},

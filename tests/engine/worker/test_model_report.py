@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig, MemoryConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.processing import checkpoint
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import EngineFailed, EngineRequest, SamplingParams
@@ -33,7 +33,7 @@ def test_predicted_row_bytes_are_those_that_a_row_takes(family, tmp_path):
     path = make(tmp_path / "model", FAMILIES[family])
     runner = load_runner(EngineConfig(model=str(path), device="cpu"), lambda progress: None)
     spec = EngineRequest("row", np.ones(NUM_TOKENS, np.int32), SamplingParams(8), ())
-    runner.prefill([Request(spec)], NUM_TOKENS)
+    runner.prefill([Row(spec)], NUM_TOKENS)
     runner.decode()
     predicted = RowBytes.of(LanguageModel(runner._model.module.language_model))
     assert predicted.row(NUM_TOKENS) == runner.memory()["decode_cache_bytes"]

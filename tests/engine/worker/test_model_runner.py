@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import PLAIN
 from engine.protocol import EngineRequest, FinishReason
 from engine.worker import decode, warm_up
@@ -67,7 +67,7 @@ def test_the_engine_gives_the_tokens_of_one_forward_over_the_whole_sequence(runn
 def test_an_answer_starts_at_the_position_after_the_largest_of_its_prompt(runner, requests):
     """A picture takes as many positions as its longer side has tokens, fewer than it has tokens."""
     for request in requests:
-        prompt = runner._prefill.begin(Request(request))
+        prompt = runner._prefill.begin(Row(request))
         assert prompt.next_position == prompt.positions.max() + 1
         assert (prompt.next_position < len(request.token_ids)) == bool(request.images)
 
@@ -77,7 +77,7 @@ def test_a_prompt_may_be_cut_into_chunks_anywhere_even_inside_an_image(runner, r
     """size: of the chunks; 0 and less are relative to the length of the prompt."""
     request = requests[1]
     first = reference(runner, replace(request, sampling=replace(request.sampling, max_tokens=1)))[0]
-    work = Request(replace(request, request_id="cut"))
+    work = Row(replace(request, request_id="cut"))
     chunk = size if size > 0 else work.num_tokens + size
     encode_images(runner, work)
     outputs = [runner.prefill([work], chunk)]

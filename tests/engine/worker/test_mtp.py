@@ -20,7 +20,7 @@ import engine.worker  # noqa: F401  # before MLX
 import mlx.core as mx  # isort: skip
 import pytest
 
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import Drafts, RowOutput
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, SamplingParams
@@ -53,7 +53,7 @@ class Answer:
 
     def __init__(self, name: str, prompt: Prompt, stop_token_ids: Sequence[int]):
         sampling = SamplingParams(MAX_TOKENS, prompt.temperature)
-        self.row = Request(EngineRequest(name, prompt.token_ids, sampling, ()))
+        self.row = Row(EngineRequest(name, prompt.token_ids, sampling, ()))
         self.has_ended = False
         self.num_tokens = 0
         self.drafted, self.accepted = [0] * NUM_DRAFTS, [0] * NUM_DRAFTS

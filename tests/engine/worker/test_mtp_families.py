@@ -18,7 +18,7 @@ from mlx_vlm.speculative.drafters.glm5_next_mtp.split import split_glm5_next_mtp
 from mlx_vlm.speculative.drafters.glm_moe_dsa_mtp.split import split_glm_moe_dsa_mtp
 
 from engine.config import EngineConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts
 from engine.protocol import EngineFailed, EngineRequest, Progress, SamplingParams
 from engine.worker import loader, mtp_loader
@@ -88,7 +88,7 @@ def test_drafts_of_a_head_change_no_token_of_rows_that_join_at_different_steps(s
     assert Drafts(num_drafts, "mtp") in runner.drafts
     num_drafted = 0
     for i, turn in enumerate(served.turns):
-        row = Request(served.request(turn))
+        row = Row(served.request(turn))
         while not (first := runner.prefill([row], 16).first):
             pass
         tokens[row.id] = list(first[row.id].token_ids)
@@ -160,7 +160,7 @@ def test_head_drafts_what_a_forward_over_the_whole_sequence_predicts(served, mon
     launch_step, draft_tokens = DecodeGroup._launch, DecodeGroup._draft
     monkeypatch.setattr(DecodeGroup, "_launch", launch)
     monkeypatch.setattr(DecodeGroup, "_draft", draft)
-    runner, row = served.runner, Request(served.request("short"))
+    runner, row = served.runner, Row(served.request("short"))
     language_model, head = runner._language_model, runner._head
     assert head is not None
     while not (first := runner.prefill([row], 5).first):

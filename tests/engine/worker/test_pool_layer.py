@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import patches
 from engine.worker.burst import BurstPrefill
@@ -220,8 +220,8 @@ def test_a_decoding_row_returns_the_entries_that_it_took_over_bit_for_bit(tmp_pa
     limits = {"max_context_tokens": 320, "max_running": 2}
     runner = load_cold(EngineConfig.model_validate({"model": str(path), **limits}))
 
-    def row(name: str) -> Request:
-        return Request(EngineRequest(name, np.array(prompt(260), np.int32), SamplingParams(40, temperature=0.0), ()))
+    def row(name: str) -> Row:
+        return Row(EngineRequest(name, np.array(prompt(260), np.int32), SamplingParams(40, temperature=0.0), ()))
 
     cold, taken = row("cold"), list[StateSnapshot]()
     for num_tokens in (9, 150, 257):

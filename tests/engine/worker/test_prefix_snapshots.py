@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import PromptChunk
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner
@@ -33,12 +33,12 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return load_cold(EngineConfig.model_validate(config))
 
 
-def row_of(name: str, seed: int) -> Request:
+def row_of(name: str, seed: int) -> Row:
     ids = np.random.default_rng(seed).integers(20, 90, NUM_PROMPT).astype(np.int32)
-    return Request(EngineRequest(name, ids, SamplingParams(8, seed=seed), ()))
+    return Row(EngineRequest(name, ids, SamplingParams(8, seed=seed), ()))
 
 
-def prefill(runner: MLXRunner, row: Request, num_tokens: int) -> None:
+def prefill(runner: MLXRunner, row: Row, num_tokens: int) -> None:
     output = runner.prefill([row], num_tokens)
     row.num_prefilled += output.num_tokens
     if output.first is not None:
@@ -50,7 +50,7 @@ def contents(taken: list[StateSnapshot]) -> list[np.ndarray]:
     return [np.array(array) for one in taken for pair in one.segment.keys_values for array in pair]
 
 
-def taken_at_chunk_ends(runner: MLXRunner, row: Request) -> list[StateSnapshot]:
+def taken_at_chunk_ends(runner: MLXRunner, row: Row) -> list[StateSnapshot]:
     taken: list[StateSnapshot] = []
     for end in ENDS:
         prefill(runner, row, end - row.num_prefilled)
@@ -61,7 +61,7 @@ def taken_at_chunk_ends(runner: MLXRunner, row: Request) -> list[StateSnapshot]:
     return taken
 
 
-def taken_behind(runner: MLXRunner, row: Request, lend: bool) -> list[StateSnapshot]:
+def taken_behind(runner: MLXRunner, row: Row, lend: bool) -> list[StateSnapshot]:
     taken: list[StateSnapshot] = []
     for end in ENDS:
         snapshot = runner.snapshot([row], taken[-1].segment if taken else None, lend, end)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.logprobs import logprobs_of
 from engine.worker.processors import LogitsProcessors, apply_grammar_masks
@@ -19,12 +19,12 @@ VOCAB = 40
 STOPS = (3, 5)
 
 
-def row(name: str, prompt: list[int], output: list[int], **params: object) -> Request:
+def row(name: str, prompt: list[int], output: list[int], **params: object) -> Row:
     spec = EngineRequest(name, np.array(prompt, np.int32), SamplingParams(64, 0.0, **params), STOPS)  # type: ignore[arg-type]
-    return Request(spec, output_token_ids=list(output))
+    return Row(spec, output_token_ids=list(output))
 
 
-def expected(logits: np.ndarray, request: Request, drafts: list[int]) -> np.ndarray:
+def expected(logits: np.ndarray, request: Row, drafts: list[int]) -> np.ndarray:
     """logits [vocab] behind the row's output and these drafts, by the book."""
     p, output = request.sampling, [*request.output_token_ids, *drafts]
     result = logits.astype(np.float64).copy()
@@ -94,8 +94,7 @@ def test_token_counts_after_joins_removals_and_commits_equal_counts_on_the_host(
     kept = joined.select(list(stay))
     logits = np.random.default_rng(0).normal(0, 3, (len(stay), 1, VOCAB)).astype(np.float32)
     after = [
-        Request(everyone[i].spec, output_token_ids=[*everyone[i].output_token_ids, *new[i][: num_kept[i]]])
-        for i in stay
+        Row(everyone[i].spec, output_token_ids=[*everyone[i].output_token_ids, *new[i][: num_kept[i]]]) for i in stay
     ]
     positions = mx.array([[len(r.output_token_ids)] for r in after])
     shaped = np.array(kept(mx.array(logits), mx.zeros((len(stay), 1), mx.int32), positions))
@@ -180,4 +179,4 @@ def test_masks_apply_to_their_own_rows_and_a_broken_matcher_fails_only_its_row()
 def test_an_unused_processor_gives_the_very_same_logits():
     logits = mx.zeros((1, 1, VOCAB))
     plain = replace(row("r", [1], [2]).spec, request_id="plain")
-    assert LogitsProcessors.of([Request(plain)], VOCAB)(logits, mx.array([[2]]), mx.array([[1]])) is logits
+    assert LogitsProcessors.of([Row(plain)], VOCAB)(logits, mx.array([[2]]), mx.array([[1]])) is logits

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.protocol import Boundary, EngineRequest
 from engine.worker.model_runner import MLXRunner
 from engine.worker.snapshot import StateSnapshot
@@ -33,7 +33,7 @@ def half(tiny_model) -> MLXRunner:
 
 def taken(runner: MLXRunner, request: EngineRequest, *lengths: int) -> list[StateSnapshot]:
     """At each of these lengths, one behind the other."""
-    row, snapshots = Request(replace(request, request_id="taken")), []
+    row, snapshots = Row(replace(request, request_id="taken")), []
     for length in lengths:
         row.num_prefilled += runner.prefill([row], length - row.num_prefilled).num_tokens
         snapshot = runner.snapshot([row], snapshots[-1].segment if snapshots else None)
@@ -141,7 +141,7 @@ def test_arrays_that_do_not_fit_are_refused_by_name(runner, request_):
 
 @pytest.mark.parametrize("where", ["keys", "values", "recurrent"])
 def test_a_state_that_is_not_finite_gives_no_snapshot(runner, request_, where):
-    row = Request(replace(request_, request_id="nan"))
+    row = Row(replace(request_, request_id="nan"))
     runner.prefill([row], 10)
     assert runner.snapshot([row], None) is not None
     cache = runner._prompts[row.id].cache

@@ -9,7 +9,7 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import Drafts
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner
@@ -25,12 +25,12 @@ MODELS: dict[str, dict[str, Any]] = {
 NUM_FIRST, NUM_SECOND, NUM_PROMPT = 100, 230, 300
 
 
-def row_of(name: str, seed: int, num_prompt: int = NUM_PROMPT) -> Request:
+def row_of(name: str, seed: int, num_prompt: int = NUM_PROMPT) -> Row:
     ids = np.random.default_rng(seed).integers(20, 500, num_prompt).astype(np.int32)
-    return Request(EngineRequest(name, ids, SamplingParams(400, 0.8, seed=seed), ()))
+    return Row(EngineRequest(name, ids, SamplingParams(400, 0.8, seed=seed), ()))
 
 
-def prefill(runner: MLXRunner, row: Request, num_tokens: int) -> None:
+def prefill(runner: MLXRunner, row: Row, num_tokens: int) -> None:
     """Until so many tokens of its prompt are computed; with all of them it joins."""
     while row.num_prefilled < num_tokens:
         output = runner.prefill([row], min(64, num_tokens - row.num_prefilled))
@@ -58,7 +58,7 @@ def contents(taken: list[StateSnapshot]) -> list[np.ndarray]:
     return [np.array(mx.view(array, mx.uint16) if array.dtype == mx.bfloat16 else array) for array in arrays]
 
 
-def lend(runner: MLXRunner, row: Request, taken: list[StateSnapshot]) -> list[Any]:
+def lend(runner: MLXRunner, row: Row, taken: list[StateSnapshot]) -> list[Any]:
     segments = [snapshot.segment for snapshot in taken]
     runner.restore([row], taken[-1], segments)
     row.num_prefilled = NUM_SECOND
@@ -68,7 +68,7 @@ def lend(runner: MLXRunner, row: Request, taken: list[StateSnapshot]) -> list[An
     return segments
 
 
-def decode(runner: MLXRunner, rows: list[Request], num_steps: int, drafts: int) -> None:
+def decode(runner: MLXRunner, rows: list[Row], num_steps: int, drafts: int) -> None:
     for _ in range(num_steps):
         outputs = runner.decode(Drafts(drafts))
         for row in rows:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from engine.config import GrammarConfig
-from engine.core.request import Matcher, Request
+from engine.core.row import Matcher, Row
 from engine.core.runner import Drafts, RowSnapshot
 from engine.processing.grammar import GrammarCompiler
 from engine.protocol import EngineRequest, FinishReason, GrammarSpec, SamplingParams, SparsePlan
@@ -74,7 +74,7 @@ class Batch:
     keeps: bool = True
     kept: dict[str, RowSnapshot | None] = field(default_factory=dict)
     parents: dict[str, Any] = field(default_factory=dict)
-    running: dict[str, Request] = field(default_factory=dict)
+    running: dict[str, Row] = field(default_factory=dict)
     reasons: dict[str, FinishReason] = field(default_factory=dict)
     step: int = 0
 
@@ -84,8 +84,8 @@ class Batch:
         snapshot: StateSnapshot | None = None,
         rectangle: int = 0,
         matcher: Matcher | None = None,
-    ) -> Request:
-        row = Request(request, matcher=matcher, decode_group=rectangle)
+    ) -> Row:
+        row = Row(request, matcher=matcher, decode_group=rectangle)
         if snapshot is not None:
             self.runner.restore([row], snapshot)
             self.parents[row.id] = snapshot.segment
@@ -107,7 +107,7 @@ class Batch:
         while self.running:
             self.decode()
 
-    def _take(self, row: Request, token_ids: Sequence[int]) -> None:
+    def _take(self, row: Row, token_ids: Sequence[int]) -> None:
         reason = next((reason for token in token_ids if (reason := row.append(token)) is not None), None)
         if reason is None:
             return
@@ -149,7 +149,7 @@ def next_turn(request: EngineRequest, kept: RowSnapshot, name: str = "next", **c
 
 def state_of(runner: MLXRunner, request: EngineRequest, num_tokens: int) -> StateSnapshot:
     """That behind the first tokens of a prompt which is taken in from the start."""
-    row = Request(replace(request, request_id="cold"))
+    row = Row(replace(request, request_id="cold"))
     encode_images(runner, row)
     while row.num_prefilled < num_tokens:
         row.num_prefilled += runner.prefill([row], num_tokens - row.num_prefilled).num_tokens
@@ -288,7 +288,7 @@ def test_snapshots_of_rows_in_a_batch_are_those_of_rows_alone_and_change_no_toke
     """They come and end at different times, some in one step; each row's tokens are those of a run that keeps none."""
 
     def run(keeps: bool) -> tuple[dict[str, list[int]], Batch]:
-        batch, rows = Batch(tiny, DRAFTS[drafts], keeps), list[Request]()
+        batch, rows = Batch(tiny, DRAFTS[drafts], keeps), list[Row]()
         while batch.running or len(rows) < len(arrivals):
             for i, (step, request, _) in enumerate(arrivals):
                 if step == batch.step and i == len(rows):
@@ -394,7 +394,7 @@ def test_a_row_whose_state_is_not_finite_gives_no_snapshot_and_other_rows_do(tin
 
 def test_unknown_prefilling_and_sparse_rows_give_no_snapshot(tiny):
     assert tiny.snapshot_row("unknown/0") is None
-    prompt = Request(spec("prompt", 30))
+    prompt = Row(spec("prompt", 30))
     tiny.prefill([prompt], 10)
     assert tiny.snapshot_row(prompt.id) is None, "it is not decoding"
     tiny.drop([prompt.id])
@@ -453,7 +453,7 @@ def test_a_stop_token_changes_neither_the_tokens_nor_the_draft_counts_in_front_o
 
 def steps(runner: MLXRunner, request: EngineRequest, drafts: Callable[[int], Drafts], count: int) -> list[Any]:
     """Return a row's outputs until it has `count` tokens; stop tokens are for the device alone."""
-    row, outputs, num_tokens = Request(request), [], 1
+    row, outputs, num_tokens = Row(request), [], 1
     runner.prefill([row], 1000)
     while num_tokens < count:
         outputs.append(runner.decode(drafts(len(outputs)))[row.id])
@@ -493,13 +493,13 @@ class Keeping:
 
     def __init__(self, runner: MLXRunner):
         self._runner = runner
-        self.kept: list[tuple[Request, RowSnapshot]] = []
-        self._rows: dict[str, Request] = {}
+        self.kept: list[tuple[Row, RowSnapshot]] = []
+        self._rows: dict[str, Row] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def prefill(self, rows: Sequence[Request], max_tokens: int) -> Any:
+    def prefill(self, rows: Sequence[Row], max_tokens: int) -> Any:
         self._rows |= {row.id: row for row in rows}
         return self._runner.prefill(rows, max_tokens)
 

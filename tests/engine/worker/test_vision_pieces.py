@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.core.runner import ImageLeft
 from engine.processing.images import ImagePreprocessor
 from engine.protocol import ImagePatches
@@ -80,7 +80,7 @@ def tiny(tiny_model: Callable[..., Path]) -> MLXRunner:
 def test_the_next_image_of_a_prompt_is_reported_with_its_remaining_blocks(runner, make_request, picture):
     runner.free_caches()
     red, wide = picture("red"), picture("green", size=(256, 96))
-    row, depth = Request(make_request("two", "What is in the images?", (red, wide))), runner._vision.num_blocks
+    row, depth = Row(make_request("two", "What is in the images?", (red, wide))), runner._vision.num_blocks
     assert runner.next_image([row]) == ImageLeft(len(red.patches), depth, depth)
     runner.encode([row], 1)
     assert runner.next_image([row]) == ImageLeft(len(red.patches), depth - 1, depth)
@@ -89,13 +89,13 @@ def test_the_next_image_of_a_prompt_is_reported_with_its_remaining_blocks(runner
     runner.encode([row], depth)
     assert runner.next_image([row]) is None
     runner.drop([row.id])
-    again = Request(make_request("again", "What is in the images?", (wide, red)))
+    again = Row(make_request("again", "What is in the images?", (wide, red)))
     assert runner.next_image([again]) is None, "both are kept"
     runner.drop([again.id])
 
 
 def test_a_prompt_dropped_in_the_middle_of_an_image_frees_all_its_memory(runner, make_request, picture):
-    row = Request(make_request("one", "What is in the image?", (picture("red", size=(512, 512)),)))
+    row = Row(make_request("one", "What is in the image?", (picture("red", size=(512, 512)),)))
     left = []
     for _ in range(2):  # compiled functions keep their constants from the first time on
         runner.encode([row], 1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.config import EngineConfig
 from engine.core.memory.budget import MemoryBudget, make_memory_budget
 from engine.core.memory.costs import MemoryCosts
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.protocol import EngineFailed, EngineRequest, MemoryExceeded, SamplingParams
 from tests.engine.core.rows import EvictableBytes
 from tests.support.clock import Clock
@@ -40,8 +40,8 @@ def request(request_id: str, num_prompt: int = 30, max_tokens: int = 20, n: int 
     return EngineRequest(request_id, prompt, sampling, (), num_choices=n, **more)
 
 
-def rows(request: EngineRequest) -> list[Request]:
-    return [Request(request, index) for index in range(request.num_choices)]
+def rows(request: EngineRequest) -> list[Row]:
+    return [Row(request, index) for index in range(request.num_choices)]
 
 
 def budget_of(
@@ -202,7 +202,7 @@ def test_chunks_become_smaller_where_little_memory_is_free():
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(12_000, 60_000))
 def test_budget_is_never_exceeded_and_empty_after_random_arrivals_and_ends(seed: int, budget: int):
-    rng, running, in_prefill = random.Random(seed), list[Request](), list[list[Request]]()
+    rng, running, in_prefill = random.Random(seed), list[Row](), list[list[Row]]()
     books = budget_of(budget, rng.choice([8, 64, 10_000]))
     for i in range(60):
         group = rows(request(str(i), rng.randint(1, 300), rng.randint(1, 200), rng.choice([1, 1, 1, 2, 4])))

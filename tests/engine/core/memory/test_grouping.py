@@ -6,7 +6,7 @@ import numpy as np
 
 from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.grouping import Grouping
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.protocol import EngineRequest, SamplingParams
 
 COSTS = MemoryCosts(base_bytes=10_000, token_bytes=10, state_bytes=100)
@@ -22,7 +22,7 @@ def grouping_of(*groups: Sequence[int], costs: MemoryCosts = COSTS, max_tokens: 
     grouping = Grouping(costs, 100_000)
     for number, lengths in enumerate(groups):
         for i, length in enumerate(lengths):
-            rows = [Request(request(f"{number}.{i}", length, max_tokens))]
+            rows = [Row(request(f"{number}.{i}", length, max_tokens))]
             grouping.put(grouping.groups.get(number), rows, length + 50)
     return grouping
 

@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.core.memory.costs import MemoryCosts
 from engine.core.prefix_cache.node import SnapshotNode
-from engine.core.request import Request
+from engine.core.row import Row
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.snapshot_store.files import SnapshotFiles
 from tests.support.clock import Clock
@@ -34,7 +34,7 @@ class HoldingRunner(FakeRunner):
         self.breaks_at: dict[str, int] = {}
         self.lacking: set[str] = set()
 
-    def restore(self, rows: Sequence[Request], snapshot: Any, lend: Sequence[Any] = ()) -> None:
+    def restore(self, rows: Sequence[Row], snapshot: Any, lend: Sequence[Any] = ()) -> None:
         num_moved = self.breaks_at.pop("restore", None)
         super().restore(rows, snapshot, lend)
         for segment in lend:
@@ -49,7 +49,7 @@ class HoldingRunner(FakeRunner):
             del self.prompts[rows[0].id]
             raise RuntimeError("restore failed half-way")
 
-    def snapshot(self, rows: Sequence[Request], parent: Any, lend: bool = False, num_tokens: int | None = None) -> Any:
+    def snapshot(self, rows: Sequence[Row], parent: Any, lend: bool = False, num_tokens: int | None = None) -> Any:
         snapshot = super().snapshot(rows, parent, lend, num_tokens)
         if lend:
             self.holder[snapshot] = rows[0].id
@@ -77,7 +77,7 @@ class HoldingRunner(FakeRunner):
         assert not snapshot.is_lent, "what is written has its keys and values"
         return super().export_snapshot(snapshot)
 
-    def prefill(self, rows: Sequence[Request], max_tokens: int) -> Any:
+    def prefill(self, rows: Sequence[Row], max_tokens: int) -> Any:
         try:
             return super().prefill(rows, max_tokens)
         except Exception:  # as the real one does

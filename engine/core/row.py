@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine.core.prompt import Prompt
 
 
-class RequestState(Enum):
+class RowState(Enum):
     """The stage of a row in its life cycle; see scheduler.py."""
 
     WAITING = "waiting"
@@ -49,7 +49,7 @@ class Matcher(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class Row:
     """One row: one choice of an EngineRequest, with its position in prefill and decode."""
 
     spec: EngineRequest
@@ -60,7 +60,7 @@ class Request:
     """The row's grammar, None without one."""
     prompt: "Prompt" = field(init=False, repr=False)
     """The prompt that it has computed, alone or with other rows, since it was queued last; unset before."""
-    state: RequestState = RequestState.WAITING
+    state: RowState = RowState.WAITING
     num_prefilled: int = 0
     """Computed tokens of the prompt that are in the row's cache."""
     num_charged: int = 0
@@ -181,7 +181,7 @@ class Request:
         return None
 
 
-def by_prompt(rows: Sequence[Request]) -> list[list[Request]]:
+def by_prompt(rows: Sequence[Row]) -> list[list[Row]]:
     """Group the rows of a new request by what they prefill.
 
     Rows without output share the prompt. A row that continues an answer prefills its own tokens after the prompt, as a
@@ -191,6 +191,6 @@ def by_prompt(rows: Sequence[Request]) -> list[list[Request]]:
     return [*([row] for row in rows if row.output_token_ids), *([fresh] if fresh else [])]
 
 
-def named(rows: Iterable[Request]) -> dict[str, str]:
+def named(rows: Iterable[Row]) -> dict[str, str]:
     """Return the `extra` of a log line about rows: the ids of their HTTP requests, or of those that have none."""
     return {"request_id": ", ".join(dict.fromkeys(row.spec.http_request_id or row.spec.request_id for row in rows))}
