@@ -12,7 +12,7 @@ import numpy as np
 from engine.core.runner import Proposer
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import LanguageModel
-from engine.worker.row_kinds import appends
+from engine.worker.row_kinds import appends, kind_of
 
 LOWEST = -1e9  # logit of tokens that the draft model's output layer lacks
 
@@ -79,6 +79,6 @@ class DraftModel:
 def draft_unsupported_reason(language_model: LanguageModel) -> str | None:
     """Return why a model cannot draft, None if it can."""
     for i, layer in enumerate(language_model.make_cache()):
-        if not appends(layer):
+        if not (appends(layer) and kind_of(layer).tokens_per_slot(layer) == 1):
             return f"layer {i} keeps its state in a {type(layer).__name__}; attention without windows is supported"
     return language_model.states_unsupported_reason()

@@ -156,6 +156,8 @@ def few_rows() -> KernelFigure:
         few_rows_error(num_rows, size, num_outputs, {})
         for num_rows, size, num_outputs in product((1, 2, 7, 16, 17, 32, 33), (512, 96), (1024, 100))
     ]
+    errors += [few_rows_error(num_rows, 96, few_rows_cuda.NARROW + 100, {}) for num_rows in (5, 20)]
+    errors += [few_rows_error(5, 96, 100, {}, mx.float16)]
     return KernelFigure(max(errors), 2 * BFLOAT16_LIMIT, f"{loader.device_kind()} kernels")  # some round twice
 
 
@@ -165,13 +167,18 @@ def quantized_rows() -> KernelFigure | str:
         return "Orchard's kernels for weights of 4 and 8 bits are for CUDA alone"
     errors = [
         few_rows_error(num_rows, size, num_outputs, {"group_size": group_size, "bits": bits})
-        for bits, group_size, size in ((4, 64, 512), (4, 32, 96), (8, 64, 512))
+        for bits, group_size, size in ((4, 64, 512), (4, 32, 96), (4, 128, 512), (8, 64, 512))
         for num_rows, num_outputs in product((1, 7, 16, 17, 33, 300), (1024, 100))
     ]
+    four: dict[str, Any] = {"group_size": 32, "bits": 4}
+    errors += [few_rows_error(num_rows, 96, few_rows_cuda.NARROW + 100, four) for num_rows in (5, 20)]
+    errors += [few_rows_error(5, 96, 100, four, mx.float16)]
     return KernelFigure(max(errors), 2 * BFLOAT16_LIMIT, f"{loader.device_kind()} kernels")
 
 
-def few_rows_error(num_rows: int, size: int, num_outputs: int, quantization: dict[str, Any]) -> float:
+def few_rows_error(
+    num_rows: int, size: int, num_outputs: int, quantization: dict[str, Any], dtype: mx.Dtype = mx.bfloat16
+) -> float:
     """Return the largest error of layers [size, num_outputs] alone and together, behind a norm, with a gate, added."""
     layers: list[Any] = [nn.Linear(size, num, bias=False) for num in (num_outputs, num_outputs, 36)]
     layers.append(nn.Linear(size, num_outputs))
@@ -180,13 +187,13 @@ def few_rows_error(num_rows: int, size: int, num_outputs: int, quantization: dic
     if quantization:
         layers = [nn.QuantizedLinear.from_linear(layer, **quantization) for layer in layers]
     for layer in layers:
-        layer.set_dtype(mx.bfloat16)
+        layer.set_dtype(dtype)
     *layers, biased = layers
-    x = mx.random.normal((num_rows, 1, size), key=mx.random.key(num_rows)).astype(mx.bfloat16)
-    to = mx.random.normal((num_rows, 1, num_outputs), key=mx.random.key(0)).astype(mx.bfloat16)
+    x = mx.random.normal((num_rows, 1, size), key=mx.random.key(num_rows)).astype(dtype)
+    to = mx.random.normal((num_rows, 1, num_outputs), key=mx.random.key(0)).astype(dtype)
     first, second, third, other = (_exact(x) @ _exact_weight(layer).T for layer in (*layers, biased))
     norm = nn.RMSNorm(size)
-    norm.weight = mx.random.normal((size,), key=mx.random.key(1)).astype(mx.bfloat16)
+    norm.weight = mx.random.normal((size,), key=mx.random.key(1)).astype(dtype)
     normed = _exact(x) / np.sqrt((_exact(x) ** 2).mean(-1, keepdims=True) + norm.eps) * _exact(norm.weight)
     gate, up = (normed @ _exact_weight(layer).T for layer in layers[:2])
     computed = {
@@ -217,11 +224,14 @@ def decoder_layers() -> KernelFigure:
 
 
 def same_bits() -> KernelFigure | str:
-    """Compute tokens by layers of Qwen3.5 in bfloat16 in every way that steps do: the same bits each time."""
+    """Compute tokens by layers of Qwen3.5, in bfloat16 and in 4 bits, in every way that steps do: the same bits."""
     if loader.device_kind() != "cuda":
         return "Orchard's kernels of whole layers are for CUDA alone"
     different = 0
-    for layer in _layers(mx.bfloat16):
+    quantized = _layers(mx.bfloat16)
+    for layer in quantized:
+        nn.quantize(layer, group_size=64, bits=4)
+    for layer in (*_layers(mx.bfloat16), *quantized):
         x = mx.random.normal((3, 5, 128), key=mx.random.key(2)).astype(mx.bfloat16)
         steps = _in_steps(layer, x)[0]
         alone = mx.concatenate([_in_steps(layer, x[i : i + 1])[0] for i in range(3)])

@@ -70,7 +70,7 @@ def unserved_reason(layers: Sequence[Any]) -> str | None:
 
 
 def reach_of(layer: Any) -> Reach:
-    """Return the tokens that a layer of the library attends to, by its empty cache."""
+    """Return the tokens that a layer of the library attends to, by its empty cache; see `unserved_reason` first."""
     parts = single_caches(layer)
     reaches = [SERVED[type(part)].reach(part) for part in parts]
     if (window := next((reach for reach in reaches if isinstance(reach, int)), None)) is not None:

@@ -33,6 +33,7 @@ class BatchWindowLayer(BatchLayer):
     @classmethod
     def of(cls, cache: RotatingKVCache, cursor: Any) -> "BatchWindowLayer":
         """Return a layer with one row, whose cache this is."""
+        assert not cache.keep, "unserved_reason names windows that keep their first tokens"
         window = cache.max_size
         keys, values = last_tokens(cache)
         if cache.offset > ring_slots(window) or keys.shape[2] < cache.offset:

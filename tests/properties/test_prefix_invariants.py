@@ -46,7 +46,7 @@ from tests.support.tasks import RETRIEVAL, prompts
 from tests.support.zoo import make as make_family
 
 NUM_SCHEDULES = int(os.environ.get("ORCHARD_SCHEDULES", "0"))
-MIN_FIXED, MAX_FIXED = 3, 6
+MIN_FIXED, MAX_FIXED = 3, 16
 """Schedules of a model without ORCHARD_SCHEDULES."""
 NUM_SPECIMENS = 40
 NUM_STORM_REQUESTS = 45
@@ -118,9 +118,9 @@ def test_a_hit_gives_the_same_answer_as_a_miss_under_random_traffic(bench_of, na
 
 
 def _shows_all(bench: Bench) -> bool:
-    """Return whether there were hits, orderly schedules, and accepted drafts if the model has a head."""
+    """Return whether there were hits, orderly and disturbed schedules, and accepted drafts if the model has a head."""
     is_drafted = any(one.proposer == "mtp" for one in bench.runner.drafts)
-    return all(bench.figures[what] for what in ("hits", "orderly", *(["accepted"] if is_drafted else [])))
+    return all(bench.figures[what] for what in ("hits", "orderly", "disturbed", *(["accepted"] if is_drafted else [])))
 
 
 def cold_answers(runner: MLXRunner, requests: list[EngineRequest]) -> dict[str, Answer]:

@@ -1,4 +1,4 @@
-// What the CUDA kernels of engine/worker/patches/few_rows_cuda.py call, for a CPU: each lane is a thread.
+// Stands for the CUDA functions that the kernels of few_rows_cuda.py call, on a CPU: each lane is a thread.
 #include <barrier>
 #include <cmath>
 #include <cstdint>
@@ -33,7 +33,7 @@ struct float2 { float x, y; };
 struct __nv_bfloat162 { bf16 x, y; };
 struct Place { int x, y; };
 
-// What the lanes of a warp hand to each other.
+// Values that the lanes of a warp exchange.
 struct Warp {
     std::barrier<> barrier{32};
     unsigned a[32][4], b[32][2];

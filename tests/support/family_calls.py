@@ -24,8 +24,8 @@ WORKER = Path(__file__).resolve().parents[2] / "engine" / "worker"
 RECORD = Path(__file__).with_name("family_calls.json")
 
 BY_TIME = ("acceptance.py", "prompt_lookup.py", "drafting.py", ".commit", "._look_up", "nbytes", "num_bytes")
-"""Parts of the names of functions that are called or not by what a machine's speed decides: accounts of memory, and
-drafts by prompt lookup, which another test of the gate forces."""
+"""Parts of the names of functions that are left out, as a machine's speed decides whether they are called: accounts of
+memory, and all about drafts by prompt lookup, which another test of the gate forces."""
 
 
 def in_gate(names: Sequence[str], record: Mapping[str, Sequence[str]]) -> set[str]:

@@ -3,11 +3,12 @@
 MLX 0.32.4 multiplies one row by a kernel of its own, and more rows by cuBLAS: for each product of each step it asks
 cuBLAS for an algorithm, and captures the launch as a graph within the step's graph. On an H200 that takes the host
 30 us, longer than the device takes to read most weights. This kernel is one node of the step's graph (15 us), and the
-result of a row depends on its own values alone, not on the rows beside it. It also multiplies the same rows by several
+result of a row depends on its own values alone, not on the rows beside it (behind a norm with up to ROWS rows, as more
+are normalized by the library). It also multiplies the same rows by several
 weights at once, normalizes rows of bfloat16 before, computes the gated half of an MLP, and adds a product to something.
 With 64 rows it takes the device twice as long as cuBLAS, and steps were slower. Weights of 4 and 8 bits are expanded
-to 16 in registers; the library's kernel for several rows takes the device two to six times as long (quantized_cuda).
-It can be removed when the library keeps cuBLAS's choices, or has such a kernel.
+to 16 in registers; the library's kernel for several rows takes the device two to seven times as long, except for the
+output layer. It can be removed when the library keeps cuBLAS's choices, or has such a kernel.
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,10 @@ from mlx_vlm.models.activations import swiglu
 MAX_ROWS = 32
 """More rows are multiplied by the library."""
 MANY_OUTPUTS = 65536
-"""Weights with at least this many outputs are multiplied by the kernel for at most ROWS rows: reading them takes longer
-than launching cuBLAS."""
+"""Weights of 16 bits with at least this many outputs are multiplied by the kernel for at most ROWS rows: reading them
+takes longer than launching cuBLAS."""
 MAX_SIZE = 2**31
-"""Numbers of a weight, whose places in bytes have 32 bits; the library multiplies by a larger one."""
+"""The library multiplies by weights with at least this many numbers: the kernel computes their places in 32 bits."""
 ROWS, OUTPUTS, COLUMNS = 16, 8, 32
 """A tile's number of rows, of outputs, and of the input's features. The library multiplies inputs whose number of
 features is not a multiple of COLUMNS."""
@@ -337,7 +338,7 @@ def _tiles(num_outputs: int, num_rows: int, bits: int, form: Form) -> dict[str, 
     Measured on an H200 with 1, 4, 16 and 32 rows and the weights of Qwen3.5-4B. A row's result depends on the warps
     alone, which depend on the weights alone.
     """
-    if num_outputs <= NARROW and form != "gated":  # which has at least a tile of each half
+    if num_outputs <= NARROW and form != "gated":  # a gated block has at least one tile of each half
         tiles, ahead, warps = (1, 2, 16) if bits == UNQUANTIZED else (2, 1, 16)
     elif num_outputs >= MANY_OUTPUTS and bits == UNQUANTIZED:
         tiles, ahead, warps = 4, 1, 8

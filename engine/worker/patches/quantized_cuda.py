@@ -22,8 +22,7 @@ FEW_ROWS = 4
 TILE = 8
 """Fewest rows of the library's kernel for tensor cores; fewer ones are padded."""
 MANY_ROWS = 256
-"""From this many rows on the weights are expanded. By a kernel of Orchard they are for all rows that few_rows_cuda does
-not take, but those of an output layer: its numbers would take a gigabyte for a moment."""
+"""From this many rows on the weights are expanded."""
 THREADS = 256
 """Threads of a block that expands weights, eight numbers each."""
 
@@ -50,9 +49,7 @@ def product(module: Any, x: mx.array) -> mx.array:
     """Return x [..., in] times the module's quantized weights: [..., out], without its bias."""
     rows = x.size // x.shape[-1]
     flat = x.reshape(rows, x.shape[-1])
-    weight = _expandable(module, x.dtype)
-    is_cheap = weight is not None and rows > few_rows_cuda.MAX_ROWS and weight.num_outputs < few_rows_cuda.MANY_OUTPUTS
-    if is_cheap or rows >= MANY_ROWS:
+    if rows >= MANY_ROWS:
         y = flat @ expanded(module, x.dtype).T
     else:
         padded = mx.pad(flat, [(0, TILE - rows), (0, 0)]) if rows < TILE else flat
@@ -65,7 +62,8 @@ def expanded(module: Any, dtype: mx.Dtype) -> mx.array:
 
     The library's own takes three times as long.
     """
-    if (weight := _expandable(module, dtype)) is None:
+    weight = Weight.of(module)
+    if weight is None or weight.dtype != dtype or dtype not in few_rows_cuda.NAMES or not few_rows_cuda.is_installed():
         return mx.dequantize(*_arrays(module), **_form(module), dtype=dtype)
     num_outputs, num_words = weight.arrays[0].shape
     num_columns = num_words * 32 // weight.bits
@@ -78,14 +76,6 @@ def expanded(module: Any, dtype: mx.Dtype) -> mx.array:
         output_dtypes=[dtype],
     )
     return numbers
-
-
-def _expandable(module: Any, dtype: mx.Dtype) -> Weight | None:
-    """Return the module's weight if the kernel expands it to the dtype."""
-    weight = Weight.of(module)
-    if weight is None or weight.dtype != dtype or dtype not in few_rows_cuda.NAMES or not few_rows_cuda.is_installed():
-        return None
-    return weight
 
 
 @cache
