@@ -6,7 +6,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.worker import blas
-from tests.benchmarks.engine_bench import Arm, Row, conditions, figures
+from tests.benchmarks.engine_bench import Arm, Stream, conditions, figures
 from tests.benchmarks.measure import CpuTrace, Spread, percentile, table
 from tests.benchmarks.publish_figures import engine_cost, latencies_ms
 from tests.benchmarks.serve_bench import Workload, is_loopback, plan, summary
@@ -129,8 +129,8 @@ def test_loopback_urls_are_recognised():
 
 def test_a_decode_rate_counts_only_while_all_rows_decode():
     rows = [
-        Row(0.0, [(1.0, 1), (2.0, 1), (3.0, 1), (4.0, 1)], cpu_s=[0.1, 0.7]),
-        Row(0.0, [(2.0, 1), (3.0, 2), (4.0, 1), (5.0, 1)], cpu_s=[0.2, 0.9]),
+        Stream(0.0, [(1.0, 1), (2.0, 1), (3.0, 1), (4.0, 1)], cpu_s=[0.1, 0.7]),
+        Stream(0.0, [(2.0, 1), (3.0, 2), (4.0, 1), (5.0, 1)], cpu_s=[0.2, 0.9]),
     ]
     result = figures(Arm(2, 64, 5), rows)
     assert result["tokens_per_s"] == [5 / 2.0]
@@ -139,7 +139,7 @@ def test_a_decode_rate_counts_only_while_all_rows_decode():
 
 
 def test_a_prefill_rate_is_the_prompt_over_the_wait():
-    assert figures(Arm(1, 100, 1), [Row(1.0, [(1.5, 1)])])["tokens_per_s"] == [200.0]
+    assert figures(Arm(1, 100, 1), [Stream(1.0, [(1.5, 1)])])["tokens_per_s"] == [200.0]
 
 
 def test_the_conditions_of_a_report_are_plain_values():

@@ -238,7 +238,8 @@ class Quoter:
         for tokens, length in zip(num_tokens, lengths := residents.reach(question.num_tokens), strict=True):
             own = (length - num_system) * costs.token_bytes + state_bytes
             used = tokens * costs.token_bytes + others_bytes + self._row_bytes(int(length))
-            shares += min(1.0, max(0.0, used + own - self._needs.request_bytes) / own)
+            over = max(0.0, used + own - self._needs.request_bytes)
+            shares += min(1.0, over / own) if own else 0.0
         again_s = self._costs.prompt_s(num_system, question.num_tokens)
         return shares / len(lengths) * again_s * figures.turns_to_come
 
