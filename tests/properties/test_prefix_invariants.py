@@ -46,7 +46,7 @@ from tests.support.tasks import RETRIEVAL, prompts
 from tests.support.zoo import make as make_family
 
 NUM_SCHEDULES = int(os.environ.get("ORCHARD_SCHEDULES", "0"))
-MIN_FIXED, MAX_FIXED = 3, 16
+MIN_FIXED, MAX_FIXED = 3, 40
 """Schedules of a model without ORCHARD_SCHEDULES."""
 NUM_SPECIMENS = 40
 NUM_STORM_REQUESTS = 45

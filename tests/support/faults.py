@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Literal
 
+from engine.worker.decode import JoiningRow
+
 WAIT_S = 60.0
 """No test waits longer for anything that a fault holds up: then the test itself is wrong."""
 
@@ -119,7 +121,7 @@ class Faulty:
 
 
 def names_in(args: Iterable[Any]) -> set[str]:
-    """The requests and rows that a call's arguments speak of: row ids, Requests, EngineRequests, JoiningRows, lists."""
+    """The requests and rows that a call's arguments speak of: row ids, Rows, EngineRequests, JoiningRows, lists."""
     names = set()
     for arg in args:
         if isinstance(arg, str):
@@ -128,8 +130,8 @@ def names_in(args: Iterable[Any]) -> set[str]:
             names |= names_in(arg)
         elif isinstance(arg, dict):
             names |= names_in(arg.keys())
-        elif (request := getattr(arg, "request", None)) is not None:
-            names |= names_in([request])
+        elif isinstance(arg, JoiningRow):
+            names |= names_in([arg.row])
         elif isinstance(one := getattr(arg, "id", None) or getattr(arg, "request_id", None), str):
             names |= _names_of(one)
     return names
