@@ -20,10 +20,10 @@ MAX_PENDING = 128  # pending pairs per row: hidden states take as much memory as
 
 
 class DraftHead(Protocol):
-    """What a Drafter needs of a model that drafts: an MTP head, or a draft model."""
+    """The interface of a model that drafts: an MTP head, or a draft model."""
 
     proposer: Proposer
-    """What its drafts are counted as."""
+    """The proposer under which its drafts are counted."""
     lead: int
     """Entries of its cache before that of the first pair (token 1, hidden state 0)."""
     as_offset: bool

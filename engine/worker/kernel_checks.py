@@ -151,7 +151,7 @@ def _delta_rule(*inputs: mx.array) -> tuple[np.ndarray, list[np.ndarray]]:
 
 
 def few_rows() -> KernelFigure:
-    """Apply layers in bfloat16 to 1 to 33 rows, against float64; on CUDA up to 32 rows have a kernel of Orchard."""
+    """Apply layers to 1 to 33 rows in bfloat16, a few in float16, against float64; CUDA has a kernel for up to 32."""
     errors = [
         few_rows_error(num_rows, size, num_outputs, {})
         for num_rows, size, num_outputs in product((1, 2, 7, 16, 17, 32, 33), (512, 96), (1024, 100))
@@ -162,7 +162,7 @@ def few_rows() -> KernelFigure:
 
 
 def quantized_rows() -> KernelFigure | str:
-    """Apply layers of 4 and 8 bits in bfloat16 to 1 to 300 rows, against float64."""
+    """Apply layers of 4 and 8 bits to 1 to 300 rows, in bfloat16 and a few in float16, against float64."""
     if loader.device_kind() != "cuda":
         return "Orchard's kernels for weights of 4 and 8 bits are for CUDA alone"
     errors = [

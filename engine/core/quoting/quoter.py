@@ -239,7 +239,7 @@ class Quoter:
             own = (length - num_system) * costs.token_bytes + state_bytes
             used = tokens * costs.token_bytes + others_bytes + self._row_bytes(int(length))
             over = max(0.0, used + own - self._needs.request_bytes)
-            shares += min(1.0, over / own) if own else 0.0
+            shares += min(1.0, over / own) if own else 0.0  # a prompt without bytes takes no room from others
         again_s = self._costs.prompt_s(num_system, question.num_tokens)
         return shares / len(lengths) * again_s * figures.turns_to_come
 

@@ -227,7 +227,8 @@ _PAIRS = {
     mx.bfloat16: {"PAIR": "__nv_bfloat162", "FROM_FLOATS": "__floats2bfloat162_rn", "MAGIC": "0x43004300"},
     mx.float16: {"PAIR": "__half2", "FROM_FLOATS": "__floats2half2_rn", "MAGIC": "0x64006400"},
 }
-"""What the header calls a pair of numbers, and the pair of the numbers whose last binary digit is 1 (128, 1024)."""
+"""CUDA's type of a pair of numbers, the function that makes one of two floats, and the bits of a pair of 128 or 1024,
+whose last four digits may be replaced by a number of 4 bits: then that number is added."""
 
 _library_call: Any = nn.Linear.__call__
 _library_as_linear: Any = nn.Embedding.as_linear
