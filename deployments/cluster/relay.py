@@ -117,7 +117,9 @@ async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 async def _close(writer: asyncio.StreamWriter) -> None:
     writer.close()
-    with contextlib.suppress(OSError, TimeoutError, asyncio.CancelledError):
+    try:
         async with asyncio.timeout(CLOSE_S):
             await writer.wait_closed()
-    writer.transport.abort()
+    except (OSError, TimeoutError, asyncio.CancelledError):
+        with contextlib.suppress(AttributeError):  # Python 3.11.2 cannot abort an encrypted connection that was closed
+            writer.transport.abort()
