@@ -105,8 +105,10 @@ class GcsRelay:
         finally:
             for way in ways:
                 way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
-            await _close(to_gcs)
+            try:
+                await asyncio.gather(*ways, return_exceptions=True)
+            finally:  # the relay may stop meanwhile
+                await _close(to_gcs)
 
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
