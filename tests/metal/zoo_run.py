@@ -35,8 +35,8 @@ def main(device: str, directory: Path, names: list[str]) -> None:
 
 
 def tokens_of(name: str, device: str, path: Path) -> dict[str, list[int]] | str:
-    from engine.worker.model_runner import load_runner  # after `install`, as libraries look at the device when imported
     from tests.support import zoo
+    from tests.support.cold_runner import load_cold  # after `install`, as libraries look at the device when imported
 
     try:
         if not path.exists():
@@ -45,7 +45,7 @@ def tokens_of(name: str, device: str, path: Path) -> dict[str, list[int]] | str:
         config = EngineConfig.model_validate(
             {"model": str(path), "expand_quantized_weights": "off", "dtype": "float32", **LIMITS, **where}
         )
-        runner = load_runner(config, lambda progress: None)
+        runner = load_cold(config)
         prompts = {"a": zoo.prompt(45), "b": zoo.prompt(13, seed=2)}
         return answers(runner, prompts)
     except Exception as error:
