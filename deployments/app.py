@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.serve import Application
@@ -19,6 +19,7 @@ from deployments.autoscaling import (
     HEAD_NODE,
     HEAD_SHARE,
     Resource,
+    engines_by_node,
     nodes_offering,
     num_living_nodes,
     offers_nothing,
@@ -36,13 +37,14 @@ from deployments.ray_internals import check_ray
 from deployments.serve_run.effective import describe_args, sparse_prefill_line
 from deployments.serve_run.environment import is_prepared, not_in_effect
 from engine.config import SpecPrefillConfig
+from engine.gpus import MAX_ENGINES
 from engine.processing.checkpoint import draft_of, media_kinds, read_config, refuse_code, resolve_checkpoint
 from engine.processing.pinned import read_system
 from engine.protocol import EngineFailed
 
-ENGINE_SHARE, SMALL_SHARE = 0.9, 0.03
-"""Share of a node's `mlx` resource that a replica takes: an engine, and any other deployment. A node fits one engine
-and one replica of each other deployment."""
+ENGINE_SHARE, SMALL_SHARE = 0.95, 0.015
+"""What a replica takes of a node's `mlx` resource: an engine, and any other deployment. A node fits as many engines as
+it offers of the resource, up to MAX_ENGINES, and one replica of each other deployment."""
 
 SCORER_SHARE = 0.9
 """Share of a node's `mlx_scorer` resource that a scorer takes. A node fits one."""
@@ -70,6 +72,17 @@ max_queued_requests keeps Serve's default, no limit, too. Requests that wait in 
 BRIDGE_S (http_proxy/guard.py), and the new ingress admits them up to its limit."""
 
 
+class EngineCount(NamedTuple):
+    """How many engines there are."""
+
+    total: int = 1
+    without_resources: int = 1
+    """Those of the only node of a cluster whose nodes offer no resources."""
+
+
+ONE_ENGINE = EngineCount()
+
+
 def build_app(args: AppArgs) -> Application:
     """Build the application that serve_config.yaml imports. Serve applies the deployment options of the file itself.
 
@@ -82,40 +95,46 @@ def build_app(args: AppArgs) -> Application:
 
 
 def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None = None) -> Application:
-    """Bind the graph: one replica of each deployment per node that offers `mlx`, as nodes join and leave.
+    """Bind the graph: one replica of each deployment, but all engines, per node that offers `mlx`.
 
-    With sparse prefill there is also one scorer per node that offers `mlx_scorer`. A cluster of a single node that
-    offers neither resource gets one replica of each deployment.
+    It follows nodes that join and leave. With sparse prefill there is also one scorer per node that offers `mlx_scorer`.
+    The only node of a cluster without resources counts as one that offers both.
 
     Args:
         args: The `args` of the configuration file.
         overrides: Deployment name to options that replace the ones set here.
 
     Raises:
-        EngineFailed: No node offers a resource, the model does not exist, an option has no effect with this model, no
-            request could match a pinned prompt, a cluster of several nodes runs without Ray's token authentication, or
-            this version of Ray lacks an internal name that the replicas use.
+        EngineFailed: No node offers a resource, there are fewer GPUs than engines, the model does not exist, an option
+            has no effect with this model, no request could match a pinned prompt, a cluster of several nodes runs
+            without Ray's token authentication, or this version of Ray lacks an internal name that the replicas use.
     """
     check_ray()
     overrides = overrides or {}
     num_nodes = _check_cluster(args)
     _check_pinned(args)
     num_scorers = _check_scorer_nodes(args.spec_prefill) if args.resolved().spec_prefill.enabled else 0
-    options = graph_options(args, overrides, num_nodes, num_scorers)
+    here = args.engines_here() if _is_plain() else 1
+    num_engines = sum(engines_by_node(here).values()) if ray.is_initialized() else 1
+    options = graph_options(args, overrides, num_nodes, num_scorers, EngineCount(num_engines, here))
     shown, args = _shown(args), args.resolved()
     scorer = None
     if args.spec_prefill.enabled:
         scorer = SpecPrefillScorer.options(**options["SpecPrefillScorer"]).bind(args.spec_prefill, args.engine)
     engine = ModelReplica.options(**options["ModelReplica"]).bind(
-        args.engine, args.drain_timeout_s + ENGINE_MARGIN_S, args.model_name
+        args.engine, args.drain_timeout_s + ENGINE_MARGIN_S, args.model_name, here
     )
     text = TextMTP.options(**options["TextMTP"]).bind(args, engine, scorer)
     mllm = MLLM.options(**options["MLLM"]).bind(args, engine, scorer)
-    return Ingress.options(**options["Ingress"]).bind(args, shown, engine, text, mllm, scorer)
+    return Ingress.options(**options["Ingress"]).bind(args, shown, engine, text, mllm, scorer, here)
 
 
 def graph_options(
-    args: AppArgs, overrides: Mapping[str, Mapping[str, Any]], num_nodes: int = 1, num_scorers: int = 1
+    args: AppArgs,
+    overrides: Mapping[str, Mapping[str, Any]],
+    num_nodes: int = 1,
+    num_scorers: int = 1,
+    engines: EngineCount = ONE_ENGINE,
 ) -> dict[str, dict[str, Any]]:
     """Return Serve's options of each deployment by its name.
 
@@ -124,6 +143,7 @@ def graph_options(
         overrides: Deployment name to options that replace the ones set here.
         num_nodes: Nodes that can hold an engine.
         num_scorers: Nodes that can hold a scorer.
+        engines: The engines.
     """
     args = args.resolved()
     common = {**_ending(args), "max_ongoing_requests": NO_LIMIT, **ROUTER}
@@ -132,7 +152,7 @@ def graph_options(
     # Serve's RUNNING includes the image planner, except where nothing needs it
     waits_for = None if _may_read_images(args) else ModelReplica.name
     options = {
-        "ModelReplica": {**_one_per_node("mlx", ENGINE_SHARE, num_nodes), **common, **often},
+        "ModelReplica": {**_all_engines(engines), **common, **often},
         "TextMTP": small,
         "MLLM": {**_one_per_node("mlx", SMALL_SHARE, num_nodes, waits_for), **common},
         "Ingress": small,
@@ -250,11 +270,10 @@ def _one_per_node(resource: Resource, share: float, num_nodes: int, waits_for: s
     first = {"min_replicas": 1, "initial_replicas": num_nodes}
     if waits_for is not None:
         first = {"min_replicas": 0, "initial_replicas": 0}
-    is_plain = ray.is_initialized() and offers_nothing()  # then the head node counts as one that offers all resources
     return {
         "ray_actor_options": {
             "num_cpus": 0,
-            "resources": {HEAD_NODE: HEAD_SHARE} if is_plain else {resource: share},
+            "resources": {HEAD_NODE: HEAD_SHARE} if _is_plain() else {resource: share},
             "runtime_env": {"env_vars": _variables()},
         },
         "max_replicas_per_node": 1,
@@ -269,6 +288,19 @@ def _one_per_node(resource: Resource, share: float, num_nodes: int, waits_for: s
             },
         },
     }
+
+
+def _all_engines(engines: EngineCount) -> dict[str, Any]:
+    """Return options for as many replicas as there are engines, see autoscaling.engines_by_node."""
+    options = _one_per_node("mlx", ENGINE_SHARE, engines.total)
+    options["autoscaling_config"]["max_replicas"] = MAX_NODES * MAX_ENGINES
+    options["autoscaling_config"]["policy"]["policy_kwargs"]["engines"] = engines.without_resources
+    return options | {"max_replicas_per_node": engines.without_resources if _is_plain() else MAX_ENGINES}
+
+
+def _is_plain() -> bool:
+    """Tell whether no node offers a resource; then the head node counts as one that offers all of them."""
+    return ray.is_initialized() and offers_nothing()
 
 
 def _variables() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """AppArgs: the `args` section of serve_config.yaml. Imports neither Ray nor MLX, for checks before Ray starts."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, model_validator
 
@@ -11,6 +11,7 @@ from deployments.http.openai.tool_wire import Tools, check_tools
 from deployments.tracing import TracingConfig, why_not
 from engine.config import EngineConfig, Frozen, MediaConfig, SpecPrefillConfig
 from engine.demo import has_tokenizer_of_demo
+from engine.gpus import MAX_ENGINES, num_engines
 from engine.protocol import InvalidRequest
 
 DRAIN_TIMEOUT_S = 25.0
@@ -49,6 +50,12 @@ class AppArgs(Frozen):
     engine: Annotated[EngineConfig, AfterValidator(_with_tools_of_requests)] = Field(
         default_factory=lambda: EngineConfig(), description="model and engine settings, the same on every node"
     )
+    engines_per_node: Literal["all"] | Annotated[int, Field(ge=1, le=MAX_ENGINES)] = Field(
+        default="all",
+        description="engines of each node, each with all of the model's weights and an NVIDIA GPU of its own; all: one "
+        "per GPU that CUDA_VISIBLE_DEVICES shows, without one a single engine; a number: the same on every node, at "
+        "most its GPUs (on a CPU any, which divide its memory: for tests)",
+    )
     spec_prefill: SpecPrefillConfig = Field(
         default_factory=lambda: SpecPrefillConfig(), description="sparse prefill of long prompts"
     )
@@ -82,6 +89,10 @@ class AppArgs(Frozen):
             return self.served_model_name
         path = Path(self.engine.model).expanduser()
         return path.resolve().name if path.is_dir() else self.engine.model
+
+    def engines_here(self) -> int:
+        """Return the number of engines of this machine. Raises EngineFailed if there are fewer GPUs."""
+        return num_engines(self.engines_per_node, self.engine.device)
 
     @property
     def sparse_prefill_off(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Autoscaling policy: one replica per living node that offers a resource, `mlx` or `mlx_scorer`."""
+"""Autoscaling policy: replicas by the living nodes that offer a resource, `mlx` or `mlx_scorer`, not by load."""
 
 import time
 from typing import Any, Literal, get_args
@@ -8,7 +8,7 @@ import ray
 from deployments import policy_state
 
 Resource = Literal["mlx", "mlx_scorer"]
-"""`mlx`: the node holds an engine. `mlx_scorer`: the node holds a scorer for sparse prefill."""
+"""`mlx`: the node holds as many engines. `mlx_scorer`: the node holds a scorer for sparse prefill."""
 
 NODES_CACHED_S = 2.0
 
@@ -27,6 +27,18 @@ def nodes_offering(resource: Resource) -> list[str]:
     if _offer_nothing(nodes):
         return [node["NodeID"] for node in nodes if HEAD_NODE in node["Resources"]]
     return [node["NodeID"] for node in nodes if node["Resources"].get(resource, 0) >= 1]
+
+
+def engines_by_node(num_without_resources: int) -> dict[str, int]:
+    """Return the number of engines of each living node that holds any: as many as it offers of `mlx`.
+
+    Args:
+        num_without_resources: Number of engines of the head node in a cluster without any of these resources.
+    """
+    nodes = _living_nodes()
+    if _offer_nothing(nodes):
+        return {node["NodeID"]: num_without_resources for node in nodes if HEAD_NODE in node["Resources"]}
+    return {node["NodeID"]: int(num) for node in nodes if (num := node["Resources"].get("mlx", 0)) >= 1}
 
 
 def offers_nothing() -> bool:
@@ -48,22 +60,24 @@ def _offer_nothing(nodes: list[dict[str, Any]]) -> bool:
 
 
 class OnePerOfferingNode:
-    """Autoscaling policy of every deployment, independent of load.
+    """Autoscaling policy of every deployment, independent of load: one replica per node, or all its engines.
 
     A deployment that waits for another one gets no replica before the other has one: the first answer does not need the
     scorer, which therefore does not compete for CPU with the start of those that it needs.
     """
 
-    def __init__(self, resource: Resource, waits_for: str | None = None) -> None:
+    def __init__(self, resource: Resource, waits_for: str | None = None, engines: int | None = None) -> None:
         """Create the policy of one deployment.
 
         Args:
             resource: Resource that a node must offer.
             waits_for: Name of a deployment of the same application that must start first; None: none.
+            engines: Of the engines' deployment, see engines_by_node; None: one replica per node.
         """
         self._resource: Resource = resource
         self._waits_for = waits_for
-        self._num_nodes = 1
+        self._engines = engines
+        self._num_replicas = 1
         self._counted_at = float("-inf")
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
@@ -75,5 +89,10 @@ class OnePerOfferingNode:
             return 0, {}
         if time.monotonic() - self._counted_at > NODES_CACHED_S:
             self._counted_at = time.monotonic()
-            self._num_nodes = max(1, len(nodes_offering(self._resource)))
-        return self._num_nodes, {}
+            self._num_replicas = max(1, self._count())
+        return self._num_replicas, {}
+
+    def _count(self) -> int:
+        if self._engines is None:
+            return len(nodes_offering(self._resource))
+        return sum(engines_by_node(self._engines).values())

@@ -15,7 +15,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.args import AppArgs
-from deployments.autoscaling import nodes_offering
+from deployments.autoscaling import engines_by_node
 from deployments.calls.ingress_peers import IngressPeers
 from deployments.calls.population import CODE, own_code
 from deployments.dispatch.embedding import embed_all, read_embedding
@@ -24,6 +24,7 @@ from deployments.dispatch.engine_stream import EngineStream
 from deployments.dispatch.pair_scorer import PairScorer
 from deployments.dispatch.text_generation import TextGeneration, answer_rules, left_open
 from deployments.draining import on_stop
+from deployments.engine_ids import engine_ids, node_of
 from deployments.http.answer_id import tag_of_node
 from deployments.http.api_keys import KeyIdentity
 from deployments.http.app import create_app
@@ -81,6 +82,7 @@ class Ingress:
         text: DeploymentHandle,
         mllm: DeploymentHandle,
         scorer: DeploymentHandle | None = None,
+        engines_here: int = 1,
     ):
         """Connect to the graph.
 
@@ -91,11 +93,13 @@ class Ingress:
             text: Handle of the planners of text requests.
             mllm: Handle of the planners of requests with images.
             scorer: Handle of the scorers; None without sparse prefill.
+            engines_here: Engines of the only node of a cluster without resources.
         """
         listen_on_node_address()
         join_serve_log()
         config, http = args.engine, args.http
         self.model_name = args.model_name
+        self._engines_here = engines_here
         self.in_flight = InFlight(
             lambda: max(1, self._client.nodes.num) * (config.max_running + config.max_queue),
             config.max_running,
@@ -313,14 +317,15 @@ class Ingress:
         http = self.figures if shows_names else self.figures.without_names()
         now = self.in_flight.status()
         ingress = IngressFigures(http=http, num_in_flight=now["num_in_flight"], is_draining=now["is_draining"])
-        return text_of(METRICS, replace(await self._node.figures(), ingress=ingress))
+        node, more = await self._node.figures()
+        return text_of(METRICS, replace(node, ingress=ingress), more)
 
     async def cache_status(self) -> dict[str, Any]:
-        answers, missing = await self._client.ask_all("cache_status", await engine_node_ids())
+        answers, missing = await self._client.ask_all("cache_status", await all_engine_ids(self._engines_here))
         return cache_body(answers, missing, self._tokenizer.token_bytes)
 
     async def clear_cache(self) -> dict[str, Any]:
-        return cleared_body(*await self._client.ask_all("clear_cache", await engine_node_ids()))
+        return cleared_body(*await self._client.ask_all("clear_cache", await all_engine_ids(self._engines_here)))
 
     async def drain_on(self, node_id: str) -> None:
         """Drain this ingress if it is on the node, whose machine is about to leave; the others go on."""
@@ -328,26 +333,30 @@ class Ingress:
             await self.drain()
 
     async def drain_node(self, node_id: str, deadline_s: float = HAND_OVER_S) -> TakenOver:
-        await self._tell_engine(node_id, is_back=False)
+        await self._tell_engines(node_id, is_back=False)
         return await self.hand_over(node_id, deadline_s)
 
     async def undo_drain(self, node_id: str) -> None:
-        await self._tell_engine(node_id, is_back=True)
+        await self._tell_engines(node_id, is_back=True)
 
     async def hand_over(self, node_id: str, deadline_s: float) -> TakenOver:
         """Let the other nodes fetch the snapshots of a drained one, see HandOver.leave."""
-        return await self._client.hand_over.leave(node_id, deadline_s)
+        return await self._client.hand_over.leave(await self._engines_of(node_id), deadline_s)
 
-    async def _tell_engine(self, node_id: str, is_back: bool) -> None:
-        nodes = await engine_node_ids()
-        if node_id not in nodes:
+    async def _tell_engines(self, node_id: str, is_back: bool) -> None:
+        engines = await self._engines_of(node_id)
+        if not engines:
             raise NodeNotFound(node_id)
-        if len(nodes) == 1 and not is_back:
+        if len(engines) == len(await all_engine_ids(self._engines_here)) and not is_back:
             raise Unavailable("The only node with an engine cannot be drained: stop the server instead.")
-        silent = await self._client.leave(node_id, is_back)
+        said = await asyncio.gather(*(self._client.leave(engine_id, is_back) for engine_id in engines))
         self._graph.forget()
-        if silent is not None:
-            raise Unavailable(f"The engine on node {node_id} did not confirm it: {silent.reason}.")
+        for silent in filter(None, said):
+            raise Unavailable(f"The engine on node {silent.engine_id} did not confirm it: {silent.reason}.")
+
+    async def _engines_of(self, node_id: str) -> list[str]:
+        """Return the ids of a node's engines, or the only one if the id is an engine's; [] if there is none."""
+        return [one for one in await all_engine_ids(self._engines_here) if node_id in (one, node_of(one))]
 
     async def not_ready(self) -> str | None:
         if self.in_flight.is_draining:
@@ -387,6 +396,13 @@ def own_deployment() -> DeploymentHandle | None:
     return handle.options(method_name="status_here")  # connects the handle before the first call
 
 
-async def engine_node_ids() -> list[str]:
-    """Return the nodes that should have an engine, also while it is starting; [''] without Ray."""
-    return await asyncio.to_thread(nodes_offering, "mlx") if ray.is_initialized() else [""]
+async def all_engine_ids(engines_here: int) -> list[str]:
+    """Return the ids of all engines, also while they are starting; [''] without Ray.
+
+    Args:
+        engines_here: Engines of the only node of a cluster without resources.
+    """
+    if not ray.is_initialized():
+        return [""]
+    nodes = await asyncio.to_thread(engines_by_node, engines_here)
+    return [engine_id for node_id, num in nodes.items() for engine_id in engine_ids(node_id, num)]

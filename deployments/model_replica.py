@@ -12,6 +12,8 @@ from ray import serve
 from deployments.calls.population import CODE, own_code
 from deployments.dispatch.placer import FACTS
 from deployments.draining import DRAIN_TIMEOUT_S, on_stop
+from deployments.engine_ids import ENGINE_ID, engine_ids, number_of
+from deployments.own_share import claim_share
 from deployments.process import in_replica, node_id, replica_info
 from deployments.ray_internals import by_reference, http_request_id, listen_on_node_address
 from deployments.requests import EngineAnswer
@@ -38,13 +40,20 @@ engine_stream.py."""
 @by_reference
 @serve.deployment()
 class ModelReplica:
-    """The engine's replica: one AsyncEngine, and the fingerprint of its checkpoint."""
+    """The engine's replica: one AsyncEngine, and the fingerprint of its checkpoint.
+
+    A node has one, or one per GPU.
+    """
 
     _engine: Any = None
     """The AsyncEngine; None until it loads; Serve calls `__del__` also in a replica that is stopped before."""
 
     async def __init__(
-        self, config: EngineConfig, drain_timeout_s: float = DRAIN_TIMEOUT_S, model_name: str | None = None
+        self,
+        config: EngineConfig,
+        drain_timeout_s: float = DRAIN_TIMEOUT_S,
+        model_name: str | None = None,
+        engines_here: int = 1,
     ):
         """Load the model; Serve sends no requests until then. Raises EngineFailed.
 
@@ -52,18 +61,23 @@ class ModelReplica:
             config: The engine's configuration.
             drain_timeout_s: How long open requests may take when the replica is stopped.
             model_name: Name under which the model is served; None: as in the configuration.
+            engines_here: Engines of the only node of a cluster without resources.
         """
         listen_on_node_address()
         join_serve_log()
+        share, self._number = await claim_share(engines_here)
+        self._engine_id = engine_ids(node_id(), share.num_engines)[share.number]
+        share.take_gpu(config.device)
+        config = share.of(config)
         from engine.async_engine import AsyncEngine  # imports MLX, which no other process of the graph may load
 
-        self._engine = AsyncEngine(config, sharing=sharing_of(config))
+        self._engine = AsyncEngine(config, sharing=sharing_of(config, is_alone=share.num_engines == 1))
         await self._engine.wait_ready()
         model_dir = await asyncio.to_thread(resolve_checkpoint, config.model, config.revision, weights=False)
         self._checkpoint = await asyncio.to_thread(checkpoint_fingerprint, model_dir)
         log.info("%s is loaded", config.model)
         self._stopping = on_stop(lambda: self._engine.drain(drain_timeout_s))
-        mirror = RayMirror(model_name or config.model)
+        mirror = RayMirror(model_name or config.model, engine_number=number_of(self._engine_id))
         self._mirroring = asyncio.ensure_future(mirror_to_ray(self._engine, mirror)) if in_replica() else None
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenChunk]:
@@ -91,14 +105,20 @@ class ModelReplica:
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Return what every ingress knows of this engine without asking. Serve calls this once, at the start."""
-        return {FACTS: self._engine.placement_facts(), CODE: own_code()}
+        return {FACTS: self._engine.placement_facts(), CODE: own_code(), ENGINE_ID: self._engine_id}
 
     async def status(self) -> dict[str, Any]:
-        return {**replica_info(), "population": own_code()["population"], "engine": asdict(self._engine.status())}
+        """Return the entry of this engine in `/v1/status`."""
+        return {
+            **replica_info(),
+            ENGINE_ID: self._engine_id,
+            "population": own_code()["population"],
+            "engine": asdict(self._engine.status()),
+        }
 
     async def figures(self) -> dict[str, Any]:
         """Return the figures for metrics, see AsyncEngine.figures."""
-        return {"node_id": node_id(), "figures": self._engine.figures()}
+        return {"node_id": node_id(), ENGINE_ID: self._engine_id, "figures": self._engine.figures()}
 
     async def timelines(self, request_id: str) -> tuple[RowTimeline, ...]:
         """Return the timelines of a request's choices that have ended lately, see AsyncEngine.timelines."""
@@ -110,11 +130,11 @@ class ModelReplica:
 
     async def cache_status(self) -> EngineAnswer[CacheStatus]:
         """Return the state of the prefix cache. Raises EngineFailed if the engine is not ready."""
-        return _from_here(await self._engine.cache_status())
+        return self._answer(await self._engine.cache_status())
 
     async def clear_cache(self) -> EngineAnswer[CacheCleared]:
         """Clear the prefix cache except pinned entries. Raises EngineFailed if the engine is not ready."""
-        return _from_here(await self._engine.clear_cache())
+        return self._answer(await self._engine.clear_cache())
 
     async def leave(self) -> EngineAnswer[None]:
         """End all open requests so that other engines go on with them, and take no new ones; see AsyncEngine.move_all.
@@ -123,36 +143,39 @@ class ModelReplica:
             EngineFailed: The engine is not ready.
         """
         log.info("this node is drained: its answers go on elsewhere")
-        return _from_here(await self._engine.move_all())
+        return self._answer(await self._engine.move_all())
 
     async def come_back(self) -> EngineAnswer[None]:
         """Take new requests again after `leave`."""
         log.info("this node is no longer drained")
-        return _from_here(self._engine.take_requests())
+        return self._answer(self._engine.take_requests())
 
     async def movable_snapshots(
         self, max_snapshots: int, shared_only: bool = False
     ) -> EngineAnswer[tuple[MovableSnapshot, ...]]:
         """Return the snapshots that other nodes should take over, see SnapshotTakeOver.offered."""
-        return _from_here(await self._engine.take_over.offered(max_snapshots, shared_only))
+        return self._answer(await self._engine.take_over.offered(max_snapshots, shared_only))
 
     async def take_over(
         self, address: str, snapshots: Sequence[MovableSnapshot], timeout_s: float
     ) -> EngineAnswer[TakenOver]:
         """Fetch what a node hands over that leaves, see SnapshotTakeOver.take."""
-        return _from_here(await self._engine.take_over.take(address, snapshots, timeout_s))
+        return self._answer(await self._engine.take_over.take(address, snapshots, timeout_s))
 
     async def movable_conversation(self, conversation: int) -> EngineAnswer[MovableSnapshot | None]:
         """Return the last snapshot of a conversation, see SnapshotTakeOver.of_conversation."""
-        return _from_here(await self._engine.take_over.of_conversation(conversation))
+        return self._answer(await self._engine.take_over.of_conversation(conversation))
 
     async def copy(self, address: str, snapshot: MovableSnapshot, timeout_s: float) -> EngineAnswer[TakenOver]:
         """Fetch a copy of a conversation, see SnapshotTakeOver.copy."""
-        return _from_here(await self._engine.take_over.copy(address, snapshot, timeout_s))
+        return self._answer(await self._engine.take_over.copy(address, snapshot, timeout_s))
 
     async def warm_up(self, sources: Sequence[tuple[str, Sequence[MovableSnapshot]]]) -> EngineAnswer[None]:
         """Begin to fetch what other nodes share, see SnapshotTakeOver.warm_up."""
-        return _from_here(self._engine.take_over.warm_up(sources))
+        return self._answer(self._engine.take_over.warm_up(sources))
+
+    def _answer(self, answer: T) -> EngineAnswer[T]:
+        return EngineAnswer(self._engine_id, replica_info()["replica_id"], answer)
 
     async def check_health(self) -> None:
         self._engine.check_health()
@@ -161,8 +184,3 @@ class ModelReplica:
         """Shut the engine down. Serve awaits this after the last open request."""
         if self._engine is not None:
             await self._engine.shutdown()
-
-
-def _from_here(answer: T) -> EngineAnswer[T]:
-    info = replica_info()
-    return EngineAnswer(info["node_id"], info["replica_id"], answer)

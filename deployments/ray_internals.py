@@ -13,6 +13,7 @@ from ray._common.tls_utils import add_port_to_grpc_server
 from ray.serve import context as serve_context
 from ray.serve._private import local_testing_mode, replica
 
+from deployments.engine_ids import routing_id
 from engine.protocol import EngineFailed
 
 ALL_ADDRESSES = "[::]:0"
@@ -59,6 +60,7 @@ class RunningNode(NamedTuple):
     """A node with a running replica of a deployment; both ids are '' in Serve's local testing mode."""
 
     node_id: str
+    """Of an engine its id, see engine_ids.py."""
     replica_id: str
     """Unique id of the replica."""
     metadata: dict[str, Any]
@@ -98,7 +100,11 @@ def running_nodes(handle: Any) -> list[RunningNode] | None:
     if (replicas := running_replicas(handle)) is None:
         return None
     return [
-        RunningNode(replica.node_id, replica.replica_id.unique_id, replica.replica_metadata)
+        RunningNode(
+            routing_id(replica.node_id, replica.replica_metadata),
+            replica.replica_id.unique_id,
+            replica.replica_metadata,
+        )
         for replica in list(replicas.values())
     ]
 

@@ -305,7 +305,7 @@ class Plan:
 class EngineAnswer(Generic[T]):
     """The answer of one engine to an administrative call."""
 
-    node_id: str
+    engine_id: str
     """'' without Ray."""
     replica_id: str
     answer: T
@@ -313,8 +313,8 @@ class EngineAnswer(Generic[T]):
 
 @dataclass(frozen=True)
 class SilentEngine:
-    """A node whose engine did not answer an administrative call."""
+    """An engine that did not answer an administrative call."""
 
-    node_id: str
+    engine_id: str
     reason: str
     """For the operator."""

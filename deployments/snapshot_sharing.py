@@ -18,8 +18,12 @@ PURPOSE = b"orchard snapshots"
 """Derives the secret from Ray's token, so that one cannot be computed from the other."""
 
 
-def sharing_of(config: EngineConfig) -> Sharing | None:
+def sharing_of(config: EngineConfig, is_alone: bool = True) -> Sharing | None:
     """Return the sharing of an engine on this node; None if it shares nothing.
+
+    Args:
+        config: The engine's configuration.
+        is_alone: Whether it is the only engine of its node.
 
     Raises:
         EngineFailed: prefix_cache.fetch is on, but this node is in no cluster with token authentication; or its
@@ -38,7 +42,7 @@ def sharing_of(config: EngineConfig) -> Sharing | None:
             )
         return None
     host = ray.util.get_node_ip_address()
-    if cache.fetch == "auto" and ipaddress.ip_address(host).is_loopback:  # a single machine
+    if cache.fetch == "auto" and is_alone and ipaddress.ip_address(host).is_loopback:  # a single engine
         return None
     try:
         tls = machine_tls_in(os.environ)

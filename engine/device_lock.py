@@ -4,7 +4,9 @@ Any number of engines may run on a CPU.
 """
 
 import os
+from collections.abc import Sequence
 
+from engine.gpus import VISIBLE
 from engine.process_lock import LockHeld, ProcessLock, holder_of, lock_path
 from engine.protocol import EngineFailed
 
@@ -41,24 +43,25 @@ def lock_device(kind: str, share_device: bool, timeout_s: float | None = None) -
         ) from None
 
 
-def device_refusal(device: str, share_device: bool) -> str | None:
-    """Return why an engine with this configuration could not take its GPU now; None if it could, or needs none.
+def device_refusal(device: str, share_device: bool, gpus: Sequence[str] = ()) -> str | None:
+    """Return why engines with this configuration could not take their GPUs now; None if they could, or need none.
 
     Args:
         device: auto, cpu or gpu, as configured. MLX is not imported.
         share_device: As configured.
+        gpus: The NVIDIA GPUs, one per engine; none: the first one.
     """
     if device == "cpu" or share_device:
         return None
-    for kind in GPU_KINDS:
-        if (holder := holder_of(lock_path(_name(kind)))) is not None:
+    for kind, gpu in [("metal", None), *(("cuda", gpu) for gpu in gpus or [None])]:
+        if (holder := holder_of(lock_path(_name(kind, gpu)))) is not None:
             return _refusal(kind, holder)
     return None
 
 
-def _name(kind: str) -> str:
-    """Return the lock's name. MLX uses the first visible GPU; a Mac has one."""
-    index = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() if kind == "cuda" else ""
+def _name(kind: str, gpu: str | None = None) -> str:
+    """Return the lock's name. gpu: an NVIDIA GPU; None: the first visible one, which MLX uses. A Mac has one."""
+    index = (gpu or os.environ.get(VISIBLE, "").split(",")[0].strip()) if kind == "cuda" else ""
     return f"device-{kind}-{index.replace('/', '_') or 0}"
 
 

@@ -15,6 +15,9 @@ CGROUP = Path("/sys/fs/cgroup")
 MIN_AVAILABLE_SHARE = 0.07
 """Share of the machine's memory. Below 5 % Ray kills processes, and near 0 % the kernel does."""
 
+CPU_SHARE = 0.8
+"""Share of the machine's memory for engines on a CPU, where other processes need memory as well."""
+
 RECOVERED = 1.25
 """After a shortage, this many times the minimum must be available before requests are accepted again."""
 

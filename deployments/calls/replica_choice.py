@@ -27,7 +27,7 @@ def pin_to(node_id: str, wait_s: float | None = None) -> str:
     """Return the session id that pins a call to the replica on a node.
 
     Args:
-        node_id: Ray node id; '' (Serve's local testing mode) pins to nothing.
+        node_id: Ray node id, or the id of an engine; '' (Serve's local testing mode) pins to nothing.
         wait_s: Longest wait for a replica on the node, after which NoReplica is raised. None: PIN_WAIT_S.
     """
     if not node_id:

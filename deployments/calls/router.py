@@ -8,6 +8,7 @@ from typing import Any
 from ray.serve.request_router import LocalityMixin, PendingRequest, RequestRouter, RunningReplica
 
 from deployments.calls.replica_choice import NoReplica, NoReplicaYet, pinned
+from deployments.engine_ids import routing_id
 
 FIRST_WAIT_S = 5.0
 """Time after a router's creation in which it waits for the first replica; it learns of running ones with a delay."""
@@ -19,8 +20,9 @@ FULL_WAIT_S = 0.05
 class NodeRouter(LocalityMixin, RequestRouter):
     """Request router of all deployments but the ingress. It knows of no load: who names the node has asked it.
 
-    A call with a pin (`replica_choice.pin_to`) goes to the replica on that node, and fails with NoReplica if there is
-    none within its wait. Any other call goes to the caller's node if that has a replica, else to a random one.
+    A call with a pin (`replica_choice.pin_to`) goes to the replica on that node, or to the engine with that id, and
+    fails with NoReplica if there is none within its wait. Any other call goes to the caller's node if that has a
+    replica, else to a random one.
 
     The router runs in the process of the caller, and each call chooses in its own task. Ray itself shares a limited
     number of tasks between all calls (2.60: two per replica), so a few calls that wait for one node would block the
@@ -69,9 +71,10 @@ class NodeRouter(LocalityMixin, RequestRouter):
 
     def _replica(self, node_id: str | None) -> RunningReplica | None:
         replicas = list(self.curr_replicas.values())
-        wanted = self._self_node_id if node_id is None else node_id
-        found = next((replica for replica in replicas if replica.node_id == wanted), None)
-        return random.choice(replicas) if found is None and node_id is None and replicas else found
+        if node_id is None:
+            near = [replica for replica in replicas if replica.node_id == self._self_node_id]
+            return random.choice(near or replicas) if replicas else None
+        return next((one for one in replicas if routing_id(one.node_id, one.replica_metadata) == node_id), None)
 
     async def _changes_by(self, moment: float) -> bool:
         """Wait until the set of replicas changes; return False if it has not by the moment, in monotonic seconds."""

@@ -47,18 +47,19 @@ class NoPlan(Exception):
 
 
 class ScorerClient:
-    """Calls the engine of this node and the scorers for a planner; owns the handles."""
+    """Calls the engines of this node and the scorers for a planner; owns the handles."""
 
     def __init__(self, engine: DeploymentHandle, scorer: DeploymentHandle):
         self._node_id = node_id()
-        self._engine = engine.options(method_name="cached_prefix", session_id=pin_to(self._node_id))
+        self._engine = engine.options(method_name="cached_prefix")
         self._scorer = scorer.options(method_name="score")
 
-    async def cached_prefix(self, request: EngineRequest) -> CachedPrefix:
-        """Look up the prompt's cached prefix in the engine on this node. Raises NoPlan."""
+    async def cached_prefix(self, request: EngineRequest, engine_id: str = "") -> CachedPrefix:
+        """Look up the prompt's cached prefix in an engine; '' for this node's only one. Raises NoPlan."""
+        engine = self._engine.options(session_id=pin_to(engine_id or self._node_id))
         with _no_plan_without("engine"):
             try:
-                return await call_within(ENGINE_TIMEOUT_S, self._engine.remote(request.without_pixels()))
+                return await call_within(ENGINE_TIMEOUT_S, engine.remote(request.without_pixels()))
             except NoAnswer:
                 raise _unavailable(f"the engine did not answer within {ENGINE_TIMEOUT_S:g} s") from None
 

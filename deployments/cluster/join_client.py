@@ -4,7 +4,7 @@ import json
 import ssl
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlencode
 
 from deployments.cluster import ports
@@ -37,7 +37,11 @@ class HeadAnswer:
     url: str
     """URL of the server on each machine."""
     resources: dict[str, float]
-    """Ray resources of a node."""
+    """Ray resources of the head's node."""
+    engines_per_node: Literal["all"] | int
+    """The option of the configuration."""
+    device: Literal["auto", "cpu", "gpu"]
+    """The engine's option."""
     seen_address: str
     """Address from which the head sees this machine."""
     own_address: str
@@ -99,7 +103,8 @@ class HeadClient:
             value: dict[str, Any] = json.loads(body)
             facts = Facts.of_json(value["facts"])
             offset = facts.time_s - (asked_s + answered_s) / 2
-            known = value["gcs"], value["url"], value["resources"], value["seen_address"]
+            engines = value["engines_per_node"], value["device"]
+            known = value["gcs"], value["url"], value["resources"], *engines, value["seen_address"]
             return HeadAnswer(facts, *known, own_address, offset, value["term"])
         except (ValueError, KeyError, TypeError) as error:
             raise HeadRefused(

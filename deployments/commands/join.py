@@ -22,7 +22,9 @@ from deployments.commands.nodes import show_nodes
 from deployments.commands.output import CommandError, UsageError, bytes_progress, say, show, show_json, size
 from deployments.commands.staying import leave_at_stop, stay
 from deployments.serve_run.environment import raise_open_files, set_defaults
+from engine.gpus import num_engines
 from engine.process_lock import holder_of
+from engine.protocol import EngineFailed
 
 REFUSED = 2
 TOKEN_VARIABLE = "ORCHARD_CLUSTER_TOKEN"
@@ -169,7 +171,7 @@ def _start(folder: ClusterFolder, answer: HeadAnswer, address: str, options: arg
             term=answer.term,
             address=address,
             url=answer.url,
-            resources=answer.resources,
+            resources={**answer.resources, "mlx": float(num_engines(answer.engines_per_node, answer.device))},
             object_store_bytes=options.object_store_mib * 2**20,
             alone_after_s=options.alone_after,
             ray_environ={name: value for name, value in ray_environ.items() if os.environ.get(name) != value},
@@ -181,7 +183,7 @@ def _start(folder: ClusterFolder, answer: HeadAnswer, address: str, options: arg
         except BaseException:
             agent.terminate()
             raise
-    except FolderError as error:
+    except (FolderError, EngineFailed) as error:
         raise CommandError(str(error)) from None
 
 

@@ -49,7 +49,7 @@ def show_nodes(engines: list[dict[str, Any]]) -> None:
 
 def node_ids(server: Connection) -> list[str]:
     """Return the ids of the nodes that have an engine."""
-    return [str(engine["node_id"]) for engine in server.status()["engines"]]
+    return list(dict.fromkeys(str(engine["node_id"]) for engine in server.status()["engines"]))
 
 
 def _rows(engines: list[dict[str, Any]]) -> Iterator[list[object]]:
@@ -57,7 +57,7 @@ def _rows(engines: list[dict[str, Any]]) -> Iterator[list[object]]:
         engine = replica["engine"]
         limit = (engine.get("admission") or {}).get("limit_bytes")
         yield [
-            str(replica.get("node_id") or "this one"),
+            str(replica.get("engine_id") or replica.get("node_id") or "this one"),
             replica.get("pid"),
             engine.get("unavailable") or engine["state"],
             f"{engine.get('num_running')}/{engine.get('max_running')}",

@@ -10,6 +10,7 @@ from typing import Any
 from deployments.commands import connection
 from deployments.commands.connection import Connection, Refused, Unreachable
 from deployments.commands.output import UsageError, console, printable, show, show_json, size, table
+from deployments.engine_ids import short_id
 
 ACCOUNTS = {
     "weights_bytes": "weights",
@@ -122,7 +123,7 @@ def _nodes(status: dict[str, Any]) -> Iterator[list[object]]:
         if state in ("loading", "compiling", "warming"):
             state = f"{state} {engine.get('load_progress', 0):.0%}"
         yield [
-            str(replica.get("node_id") or "this one")[:ID_CHARS],
+            short_id(str(replica.get("engine_id") or replica.get("node_id") or "this one"), ID_CHARS),
             state,
             f"{engine.get('num_running')}/{engine.get('max_running')}",
             f"{engine.get('num_waiting')}/{engine.get('max_queue')}",

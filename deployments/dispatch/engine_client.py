@@ -31,6 +31,7 @@ from deployments.dispatch.engine_stream import SILENCE_LIMIT_S, AnswerPart, Chun
 from deployments.dispatch.hand_over import HandOver
 from deployments.dispatch.placer import Placer
 from deployments.dispatch.replication import Replication
+from deployments.engine_ids import node_of
 from deployments.http.timeline import ENGINE, current
 from deployments.process import node_id
 from deployments.ray_internals import LOCAL_NODE, RunningNode, cancel_call, running_nodes
@@ -217,43 +218,45 @@ class EngineClient:
                 return min(left, key=lambda one: one.node_id != own, default=None)
             await asyncio.sleep(PLANNER_PERIOD_S)
 
-    async def timelines(self, node_id: str, request_id: str) -> tuple[RowTimeline, ...]:
-        """Ask the engine on a node for the timelines of a request's choices that have ended. () without an answer."""
-        handle = self._questions.options(method_name="timelines", session_id=pin_to(node_id))
+    async def timelines(self, engine_id: str, request_id: str) -> tuple[RowTimeline, ...]:
+        """Ask an engine for the timelines of a request's choices that have ended. () without an answer."""
+        handle = self._questions.options(method_name="timelines", session_id=pin_to(engine_id))
         try:
             return await call_within(self._ask_timeout_s, handle.remote(request_id))
         except Exception as error:
-            log.info("the engine on node %s did not tell the timeline of %s: %r", node_id, request_id, error)
+            log.info("the engine on node %s did not tell the timeline of %s: %r", engine_id, request_id, error)
             return ()
 
-    async def leave(self, node_id: str, is_back: bool) -> SilentEngine | None:
-        """Let the engine on a node give all its answers to others, or take requests again.
+    async def leave(self, engine_id: str, is_back: bool) -> SilentEngine | None:
+        """Let an engine give all its answers to others, or take requests again.
 
         Returns it if it does not confirm that.
         """
-        said = await self._ask("come_back" if is_back else "leave", node_id)
+        said = await self._ask("come_back" if is_back else "leave", engine_id)
         return said if isinstance(said, SilentEngine) else None
 
-    async def ask_all(self, method: str, node_ids: Iterable[str]) -> tuple[list[EngineAnswer[Any]], list[SilentEngine]]:
-        """Call a method of the engine on each node. Returns the answers, and the engines without one.
+    async def ask_all(
+        self, method: str, engine_ids: Iterable[str]
+    ) -> tuple[list[EngineAnswer[Any]], list[SilentEngine]]:
+        """Call a method of each engine. Returns the answers, and the engines without one.
 
-        One call per node, because Ray's broadcast does not tell which replica did not answer.
+        One call per engine, because Ray's broadcast does not tell which replica did not answer.
         """
-        said = await asyncio.gather(*(self._ask(method, node_id) for node_id in node_ids))
+        said = await asyncio.gather(*(self._ask(method, engine_id) for engine_id in engine_ids))
         return [s for s in said if isinstance(s, EngineAnswer)], [s for s in said if isinstance(s, SilentEngine)]
 
     async def _ask(
-        self, method: str, node_id: str, *args: Any, timeout_s: float | None = None
+        self, method: str, engine_id: str, *args: Any, timeout_s: float | None = None
     ) -> EngineAnswer[Any] | SilentEngine:
-        handle = self._questions.options(method_name=method, session_id=pin_to(node_id))
+        handle = self._questions.options(method_name=method, session_id=pin_to(engine_id))
         limit_s = self._ask_timeout_s if timeout_s is None else timeout_s
         try:
             return await call_within(limit_s, handle.remote(*args))
         except TimeoutError:
-            return SilentEngine(node_id, f"no answer within {limit_s:g} s")
+            return SilentEngine(engine_id, f"no answer within {limit_s:g} s")
         except Exception as error:
-            log.warning("the engine on node %s did not answer %s: %s", node_id, method, error)
-            return SilentEngine(node_id, why_silent(error))
+            log.warning("the engine on node %s did not answer %s: %s", engine_id, method, error)
+            return SilentEngine(engine_id, why_silent(error))
 
     def _after(self, error: Exception, attempt: PlacementAttempt) -> PlacementAttempt | None:
         """Record a failed engine. Returns the attempt that follows; None if the error is final."""
@@ -355,9 +358,10 @@ class EngineClient:
         return attempt.engine
 
     async def _plan(self, request: ChatRequest, route: Route, attempt: PlacementAttempt) -> Plan:
-        node_id = attempt.engine.node_id
+        engine_id = attempt.engine.node_id
+        node_id = node_of(engine_id)
         planner = self._planners[route].options(session_id=pin_to(node_id, attempt.pin_wait_s))
-        planning = call_within(max(attempt.plan_s, 0), planner.remote(request))
+        planning = call_within(max(attempt.plan_s, 0), planner.remote(request, engine_id))
         began = self._clock()
         try:
             plan = await while_running(planner, node_id, asyncio.ensure_future(planning))

@@ -6,7 +6,7 @@ The engines transfer them among each other, see engine/take_over.py.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import reduce
 from operator import add
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from deployments.dispatch.placer import Placer
+from deployments.engine_ids import node_of
 from deployments.ray_internals import running_nodes
 from deployments.requests import EngineAnswer, SilentEngine
 from engine.placement import MovableSnapshot, TakenOver
@@ -54,30 +55,34 @@ class HandOver:
         self._placer = placer
         self._ask = ask
 
-    async def leave(self, node_id: str, timeout_s: float) -> TakenOver:
-        """Hand over what a drained node knows to the other nodes, the most valuable part first.
+    async def leave(self, engine_ids: Sequence[str], timeout_s: float) -> TakenOver:
+        """Hand over what the engines of a drained node know to those of other nodes, the most valuable part first.
 
         Args:
-            node_id: The node; its engine takes no requests any more.
+            engine_ids: The engines of the node, which take no requests any more.
             timeout_s: Seconds until the receivers stop.
 
         Returns:
-            What they have got; nothing if the node shares no snapshots, or does not answer.
+            What they have got; nothing of an engine that shares no snapshots, or does not answer.
         """
-        address = self._placer.address_of(node_id)
+        leaving = (self._leave(one, frozenset(engine_ids), timeout_s) for one in engine_ids)
+        return reduce(add, await asyncio.gather(*leaving), TakenOver())
+
+    async def _leave(self, engine_id: str, drained: frozenset[str], timeout_s: float) -> TakenOver:
+        address = self._placer.address_of(engine_id)
         if not address or timeout_s <= 0:
             return TakenOver()
         until_s = self._clock() + timeout_s
-        offered = await self._ask("movable_snapshots", node_id, MAX_SNAPSHOTS, timeout_s=timeout_s)
+        offered = await self._ask("movable_snapshots", engine_id, MAX_SNAPSHOTS, timeout_s=timeout_s)
         if isinstance(offered, SilentEngine):
             return TakenOver()
-        left, without, total = list[MovableSnapshot](offered.answer), {node_id}, TakenOver()
+        left, without, total = list[MovableSnapshot](offered.answer), drained, TakenOver()
         while successors := self._placer.successors(left, without):
             left_s = max(0.0, until_s - self._clock())
             said = await asyncio.gather(*(self._take(one, address, each, left_s) for one, each in successors.items()))
             total = reduce(add, filter(None, said), total)
             unable = [one for one, taken in zip(successors, said, strict=True) if taken is None]
-            left, without = [each for one in unable for each in successors[one]], {*without, *unable}
+            left, without = [each for one in unable for each in successors[one]], without | set(unable)
         return total + TakenOver(len(left), refused={"no_receiver": len(left)} if left else {})
 
     async def _take(
@@ -91,13 +96,14 @@ class HandOver:
 
     async def keep_warm(self, node_id: str) -> None:
         """Warm each new engine of a node by what its neighbours know, for the life of this process. Never raises."""
-        warmed = ""
+        warmed = set[str]()
         while True:
             try:
-                found = [one.replica_id for one in running_nodes(self._engines) or () if one.node_id == node_id]
-                if found and found[0] != warmed:
-                    warmed = found[0]
-                    await self._warm_up(node_id)
+                found = [one for one in running_nodes(self._engines) or () if node_of(one.node_id) == node_id]
+                new = [one for one in found if one.replica_id not in warmed]
+                warmed = {one.replica_id for one in found} or warmed
+                for one in new:
+                    await self._warm_up(one.node_id)
             except Exception:
                 log.exception("the engine of this node could not be warmed")
             await asyncio.sleep(LOOK_S)

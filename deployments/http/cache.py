@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, get_args
 
+from deployments.engine_ids import node_of
 from deployments.requests import EngineAnswer, SilentEngine
 from engine.cache_miss import CacheMissReason
 from engine.protocol import CacheCleared, CacheMiss, CacheStatus
@@ -21,12 +22,12 @@ MISS_REASONS: tuple[str, ...] = get_args(CacheMissReason)
 def cache_body(
     answers: Sequence[EngineAnswer[CacheStatus]], missing: Iterable[SilentEngine], spell: Spell
 ) -> dict[str, Any]:
-    """Return the body of `GET /v1/cache`: totals, each engine that answered, and the nodes without an answer."""
+    """Return the body of `GET /v1/cache`: totals, each engine that answered, and those without an answer."""
     return {
         "totals": _totals([answer.answer for answer in answers]),
         "engines": [
             {
-                "node_id": answer.node_id,
+                **_place(answer),
                 "replica_id": answer.replica_id,
                 "off": answer.answer.off_reason,
                 "totals": _totals([answer.answer]),
@@ -39,7 +40,7 @@ def cache_body(
             }
             for answer in answers
         ],
-        "missing": [asdict(engine) for engine in missing],
+        "missing": [{**_place(engine), "reason": engine.reason} for engine in missing],
     }
 
 
@@ -52,11 +53,15 @@ def cleared_body(answers: Sequence[EngineAnswer[CacheCleared]], missing: Iterabl
     return {
         "cleared": {name: sum(figure[name] for figure in figures) for name in ("entries", "bytes", "files")},
         "engines": [
-            {"node_id": answer.node_id, "replica_id": answer.replica_id, **figure}
+            {**_place(answer), "replica_id": answer.replica_id, **figure}
             for answer, figure in zip(answers, figures, strict=True)
         ],
-        "missing": [asdict(engine) for engine in missing],
+        "missing": [{**_place(engine), "reason": engine.reason} for engine in missing],
     }
+
+
+def _place(engine: EngineAnswer[Any] | SilentEngine) -> dict[str, str]:
+    return {"node_id": node_of(engine.engine_id), "engine_id": engine.engine_id}
 
 
 def _totals(statuses: Iterable[CacheStatus]) -> dict[str, Any]:

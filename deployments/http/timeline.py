@@ -62,7 +62,7 @@ class RequestTimeline:
 
     Attributes:
         answer_id: Id of the answer, '' before its body is parsed.
-        node_id: The engine's node; '' before it is chosen.
+        node_id: The engine's id; '' before it is chosen.
         first_token_s: Seconds until the first token; None without any.
         usage: Tokens of the answer by kind, as far as they are known.
         asked: Sampling parameters that are known once the request is planned.

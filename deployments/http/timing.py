@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from deployments.engine_ids import node_of
 from deployments.http.cache import explanation
 from deployments.http.timeline import RequestTimeline, Stretch, sum_by_name
 from engine.cache_miss import CacheMiss
@@ -49,7 +50,8 @@ def summary(timeline: RequestTimeline) -> dict[str, Any]:
         "note": timeline.note or None,
         "seconds": _rounded(timeline.seconds),
         "first_token_s": _rounded(timeline.first_token_s),
-        "node_id": timeline.node_id,
+        "node_id": node_of(timeline.node_id),
+        "engine_id": timeline.node_id,
         "usage": timeline.usage,
         "why": why(timeline),
     }

@@ -1,6 +1,7 @@
 """The metrics of the ingress, and of the planners and the scorer on its node. They exist in the text format only."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from deployments.http.figures import KeyUsage
 from deployments.metrics.metric import Metric, Sample
@@ -181,4 +182,6 @@ SCORER_METRICS = (
     ),
 )
 
-INGRESS_METRICS = (*HTTP_METRICS, *PLANNER_METRICS, *SCORER_METRICS)
+INGRESS_METRICS = tuple(
+    replace(metric, is_of_engine=False) for metric in (*HTTP_METRICS, *PLANNER_METRICS, *SCORER_METRICS)
+)

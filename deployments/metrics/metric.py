@@ -32,11 +32,13 @@ class Metric:
     read: Callable[[NodeFigures], Iterable[Sample]]
     labels: tuple[str, ...] = ()
     """Their values are bounded: never a prompt, an id or an address."""
+    is_of_engine: bool = True
+    """Whether each engine of a node has one."""
     of_choice: Callable[[RowTimeline], float | None] | None = None
     """The value that a choice which has ended adds to a histogram, None for no value; None if its timeline does not
     tell."""
 
     @property
     def common_labels(self) -> tuple[str, ...]:
-        """Labels before `labels`: vLLM's metrics also have the number of the engine, here always 0."""
-        return ("model_name", "engine") if self.name.startswith("vllm:") else ("model_name",)
+        """Labels before `labels`: those of engines also have, as vLLM's, the number of the engine on its node."""
+        return ("model_name", "engine") if self.is_of_engine else ("model_name",)

@@ -32,12 +32,14 @@ class IngressFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeFigures:
-    """The figures of the replicas on one node. A replica that did not answer is left out."""
+    """The figures of the replicas on one node with at most one engine. A replica that did not answer is left out."""
 
     model: str
     """Name under which the model is served."""
     engine: EngineFigures | None = None
-    """None without an engine on this node, or while it does not answer."""
+    """One engine of this node; None without one, or while it does not answer."""
+    engine_number: str = "0"
+    """Number of this engine on its node."""
     sparse_plans: Mapping[str, SparsePlans] = field(default_factory=dict)
     """By planner: `text`, `media`. Empty without sparse prefill."""
     scorer: ScorerStatus | None = None

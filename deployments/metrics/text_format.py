@@ -11,27 +11,31 @@ from deployments.metrics.metric import Metric
 from deployments.metrics.node_figures import NodeFigures
 from engine.histogram import Histogram
 
-ENGINE_INDEX = "0"
-"""Value of vLLM's label `engine`, the number of an engine in its process."""
+
+def text_of(metrics: Sequence[Metric], node: NodeFigures, engines: Sequence[NodeFigures] = ()) -> bytes:
+    """Return the metrics of a node that have samples, in Prometheus's text format 0.0.4.
+
+    Args:
+        metrics: The metrics.
+        node: The figures.
+        engines: Those of the node's other engines.
+    """
+    return "".join(line for metric in metrics for line in _lines(metric, [node, *engines])).encode()
 
 
-def text_of(metrics: Sequence[Metric], node: NodeFigures) -> bytes:
-    """Return the metrics of a node that have samples, in Prometheus's text format 0.0.4."""
-    return "".join(line for metric in metrics for line in _lines(metric, node)).encode()
-
-
-def common_values(metric: Metric, model: str) -> tuple[str, ...]:
+def common_values(metric: Metric, node: NodeFigures) -> tuple[str, ...]:
     """Return the values of a metric's common labels."""
-    return (model, ENGINE_INDEX)[: len(metric.common_labels)]
+    return (node.model, node.engine_number)[: len(metric.common_labels)]
 
 
-def _lines(metric: Metric, node: NodeFigures) -> Iterable[str]:
-    if not (samples := list(metric.read(node))):
+def _lines(metric: Metric, nodes: Sequence[NodeFigures]) -> Iterable[str]:
+    samples = [(common_values(metric, node), values, value) for node in nodes for values, value in metric.read(node)]
+    if not samples:
         return
     name = f"{metric.name}_total" if metric.kind == "counter" else metric.name
     yield f"# HELP {name} {_escaped(metric.help)}\n# TYPE {name} {metric.kind}\n"
-    names, common = (*metric.common_labels, *metric.labels), common_values(metric, node.model)
-    for values, value in samples:
+    names = (*metric.common_labels, *metric.labels)
+    for common, values, value in samples:
         labels = ",".join(f'{label}="{_quoted(text)}"' for label, text in zip(names, (*common, *values), strict=True))
         if isinstance(value, Histogram):
             yield from _histogram(name, labels, value)

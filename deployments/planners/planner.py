@@ -26,8 +26,12 @@ class Planner:
         self._planner = PromptPlanner(args.engine, finds_boundaries=args.spec_prefill.enabled)
         self._sparse = SparsePlanner(args.spec_prefill, PromptFacts.of(self._planner.tokenizer), engine, scorer)
 
-    async def plan(self, request: ChatRequest) -> Plan:
-        """Prepare a request or an embedding for the engine.
+    async def plan(self, request: ChatRequest, engine_id: str = "") -> Plan:
+        """Prepare a request or an embedding for an engine of this node.
+
+        Args:
+            request: The request.
+            engine_id: The engine; '' without Ray.
 
         Raises:
             InvalidRequest: Names the content part or field.
@@ -41,7 +45,7 @@ class Planner:
             loaded_s = time.monotonic()
             dense = await self._planner.engine_request(request, request.messages, images)
             prompted_s = time.monotonic()
-            planned, report = await self._sparse.plan(request, dense)
+            planned, report = await self._sparse.plan(request, dense, engine_id)
             seconds = {"prompt": prompted_s - loaded_s, "sparse": time.monotonic() - prompted_s}
             if images:
                 seconds = {"images": loaded_s - began_s, **seconds}

@@ -80,9 +80,14 @@ class SparsePlanner:
         self._dense: Counter[str] = Counter()
 
     async def plan(
-        self, request: ChatRequest, engine_request: EngineRequest
+        self, request: ChatRequest, engine_request: EngineRequest, engine_id: str = ""
     ) -> tuple[EngineRequest, SpecPrefillReport | None]:
         """Add a sparse plan to a request if one is wanted and can be had; any failure leaves it dense.
+
+        Args:
+            request: The request.
+            engine_request: Its prompt.
+            engine_id: The engine that will get it; '' without Ray.
 
         Returns:
             The request, and a report; no report if neither the request nor the configuration asks for a plan.
@@ -98,7 +103,7 @@ class SparsePlanner:
         is_asked = request.spec_prefill or request.spec_prefill_keep is not None
         if not is_asked and len(engine_request.token_ids) < self._config.threshold_tokens:
             return engine_request, None
-        planning = SparsePlanning(self._config, self._facts, self._client, request, engine_request)
+        planning = SparsePlanning(self._config, self._facts, self._client, request, engine_request, engine_id)
         try:
             outcome = await planning.plan()
         except NoPlan as failure:
@@ -152,6 +157,7 @@ class SparsePlanning:
         client: ScorerClient,
         request: ChatRequest,
         engine_request: EngineRequest,
+        engine_id: str,
     ):
         self.request_id = engine_request.request_id
         self.is_replanned = False
@@ -163,6 +169,7 @@ class SparsePlanning:
         self._asked_keep = request.spec_prefill_keep is not None
         self._keep = config.keep if request.spec_prefill_keep is None else request.spec_prefill_keep
         self._request = engine_request
+        self._engine_id = engine_id
         self._num_system = max((b.num_tokens for b in engine_request.boundaries if b.kind == "system"), default=0)
         self._num_scored = 0
         self._scorer_node: str | None = None
@@ -233,7 +240,7 @@ class SparsePlanning:
         """Score the prompt, and once more if its cached prefix has changed meanwhile."""
         plan = None
         while True:
-            found = await self._client.cached_prefix(self._request)
+            found = await self._client.cached_prefix(self._request, self._engine_id)
             if found.no_sparse is not None:
                 return Dense("unsupported", found.no_sparse)
             num_dense = max(found.num_tokens, self._num_system)  # so that a snapshot of the system part can be stored

@@ -17,6 +17,8 @@ from deployments.serve_run.config_file import OrchardConfig
 from deployments.serve_run.port import PortTaken, take_port
 from deployments.serve_run.stop import say
 from engine.device_lock import device_refusal
+from engine.gpus import cuda_gpus
+from engine.node_share import NodeShare
 from engine.protocol import EngineFailed
 from engine.smollm2 import SMOLLM2, is_made
 
@@ -40,15 +42,19 @@ def check_keys(config: OrchardConfig) -> None:
 
 
 def check_machine(config: OrchardConfig) -> None:
-    """Check that the port and the GPU are free, for a server with its own Ray cluster.
+    """Check that the port and the GPUs are free, for a server with its own Ray cluster.
 
     The port stays reserved until this process ends, see port.take_port.
 
     Raises:
-        CannotStart: The port or the GPU is in use.
+        CannotStart: The port or a GPU is in use, or there are fewer GPUs than engines.
     """
     engine = config.args.engine
-    if (refusal := device_refusal(engine.device, engine.share_device)) is not None:
+    try:
+        gpus = cuda_gpus(engine.device)[: config.args.engines_here()]
+    except EngineFailed as error:
+        raise CannotStart(str(error)) from None
+    if (refusal := device_refusal(engine.device, engine.share_device, gpus)) is not None:
         raise CannotStart(refusal)
     try:
         take_port(config.host, config.port)
@@ -73,7 +79,8 @@ class ModelCheck:
             check_model(config.args)
         except EngineFailed as error:
             raise CannotStart(f"The server cannot start: {error}") from None
-        asked = config.args.engine.model_dump_json(exclude_unset=True)
+        share = NodeShare(num_engines=config.args.engines_here())
+        asked = share.of(config.args.engine).model_dump_json(exclude_unset=True)
         command = [sys.executable, "-m", "engine", "--check", "--engine", asked]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 

@@ -68,6 +68,7 @@ def _keys(http: HttpConfig) -> str:
 def _lines_of_args(args: AppArgs) -> Iterator[tuple[str, str]]:
     engine = args.engine
     yield "model", f"{engine.model}, served as {args.model_name!r}; device {engine.device}, dtype {engine.dtype}"
+    yield "engines", "one per GPU" if args.engines_per_node == "all" else f"{args.engines_per_node} per node"
     if engine.model == "demo":
         yield "", "a toy model for trying out; `orchard serve smollm2` serves a small real one"
     yield "spec_prefill", sparse_prefill_line(args)

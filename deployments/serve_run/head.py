@@ -304,7 +304,7 @@ class Head:
 
     def _resources(self) -> dict[str, float]:
         scorer = {"mlx_scorer": 1.0} if self._config.args.resolved().spec_prefill.enabled else {}
-        return {"mlx": 1.0, **scorer}
+        return {"mlx": float(self._config.args.engines_here()), **scorer}
 
     def _models(self) -> list[tuple[str, str | None]]:
         return _models(self._config.args.resolved())
@@ -316,6 +316,8 @@ class Head:
             "gcs": self.address,
             "url": url_of(self._config),
             "resources": self._resources(),
+            "engines_per_node": self._config.args.engines_per_node,
+            "device": self._config.args.engine.device,
             "term": self.headship.term,
         }
 

@@ -18,9 +18,6 @@ from deployments.serve_run.stop import GracefulStop, drain_applications, drain_t
 from deployments.serve_run.watch import Watcher, application_status, children, end_ray, reason_in
 from engine.protocol import OrchardError
 
-RESOURCES = {"mlx": 1.0, "mlx_scorer": 1.0}
-"""Resources of the node of a new cluster, see deployments/autoscaling.py."""
-
 NAMESPACE = "serve"
 """Ray namespace in which Serve's own commands look for its controller."""
 
@@ -111,7 +108,7 @@ class Server:
             address="local",
             namespace=NAMESPACE,
             runtime_env=runtime_env,
-            resources=RESOURCES,
+            resources={"mlx": float(self._config.args.engines_here()), "mlx_scorer": 1.0},  # see autoscaling.py
             include_dashboard=self._dashboard,
             object_store_memory=self._object_store_bytes,
         )

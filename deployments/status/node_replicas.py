@@ -2,17 +2,20 @@
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
 from deployments.calls.cached_call import CachedCall
-from deployments.calls.replica_calls import ask_replicas
+from deployments.calls.replica_calls import ask_replicas, call_within
+from deployments.calls.replica_choice import pin_to
+from deployments.engine_ids import node_of, number_of
 from deployments.metrics.node_figures import NodeFigures, SparsePlans
 from deployments.process import node_id
+from deployments.ray_internals import running_nodes
 from engine.core.spec_prefill.plan import ScorerStatus
-from engine.figures import EngineFigures
 
 TIMEOUT_S = 2.0
 """Longest wait for a replica; a scrape by Prometheus usually ends after 10 s."""
@@ -45,20 +48,41 @@ class NodeReplicas:
         self._engine = engine
         self._scorer = scorer
         self._planners = dict(planners) if scorer is not None else {}  # they have no figures without sparse prefill
-        self._engine_figures = CachedCall(self._ask_engine, SHARED_S)
+        self._engine_figures = CachedCall(self._ask_engines, SHARED_S)
         self._other_figures = CachedCall(self._ask_others, RARELY_S)
 
-    async def figures(self) -> NodeFigures:
+    async def figures(self) -> tuple[NodeFigures, list[NodeFigures]]:
         """Return the figures of this node without those of replicas that do not answer.
 
-        Those of the engine are at most SHARED_S old, others RARELY_S.
-        """
-        engine, others = await asyncio.gather(self._engine_figures.get(), self._other_figures.get())
-        return replace(others, engine=engine)
+        Those of engines are at most SHARED_S old, others RARELY_S.
 
-    async def _ask_engine(self) -> EngineFigures | None:
-        said = await self._ask(self._engine, "figures")
-        return None if said is None else said["figures"]
+        Returns:
+            Those of the node with its first engine, and those of its other engines.
+        """
+        engines, others = await asyncio.gather(self._engine_figures.get(), self._other_figures.get())
+        if not engines:
+            return others, []
+        first, *more = sorted(engines, key=lambda one: one.engine_number)
+        return replace(others, engine=first.engine, engine_number=first.engine_number), more
+
+    async def _ask_engines(self) -> list[NodeFigures]:
+        own = node_id()
+        near = [one for one in running_nodes(self._engine) or () if node_of(one.node_id) == own]
+        if len(near) <= 1:
+            said = [await self._ask(self._engine, "figures")]
+        else:
+            said = await asyncio.gather(*(self._ask_one(engine.node_id) for engine in near))
+        return [
+            NodeFigures(model=self._model, engine=one["figures"], engine_number=number_of(one["engine_id"]))
+            for one in said
+            if one is not None
+        ]
+
+    async def _ask_one(self, engine_id: str) -> dict[str, Any] | None:
+        handle = self._engine.options(method_name="figures", session_id=pin_to(engine_id, 0.0))
+        with suppress(Exception):
+            return await call_within(TIMEOUT_S, handle.remote())
+        return None
 
     async def _ask_others(self) -> NodeFigures:
         scorer, *planners = await asyncio.gather(

@@ -40,10 +40,18 @@ class RayMirror:
         model: Name under which the model is served.
         metrics: The metrics.
         kinds: Has the classes Counter, Gauge and Histogram of Ray.
+        engine_number: Number of the engine on its node.
     """
 
-    def __init__(self, model: str, metrics: Sequence[Metric] = METRICS, kinds: Any = ray_metrics):
+    def __init__(
+        self,
+        model: str,
+        metrics: Sequence[Metric] = METRICS,
+        kinds: Any = ray_metrics,
+        engine_number: str = "0",
+    ):
         self._model = model
+        self._engine_number = engine_number
         self._metrics = metrics
         self._kinds = kinds
         self._there: dict[str, Any] = {}
@@ -56,10 +64,10 @@ class RayMirror:
             figures: The engine's figures.
             ended: The choices that have ended since the last update.
         """
-        node = NodeFigures(model=self._model, engine=figures)
+        node = NodeFigures(model=self._model, engine=figures, engine_number=self._engine_number)
         for metric in self._metrics:
             for values, value in metric.read(node):
-                tags = dict(zip(_tag_keys(metric), (*common_values(metric, self._model), *values), strict=True))
+                tags = dict(zip(_tag_keys(metric), (*common_values(metric, node), *values), strict=True))
                 if isinstance(value, Histogram):
                     self._observe(metric, value, ended, tags)
                 elif metric.kind == "counter":

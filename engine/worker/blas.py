@@ -28,6 +28,7 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Literal
 
+from engine.gpus import has_cuda_backend
 from engine.user_cache import user_cache
 
 logger = logging.getLogger("orchard.engine")
@@ -66,7 +67,7 @@ def _preload() -> tuple[BlasInfo, SetNumThreads | None]:
     """Load OpenBLAS. The function is None if the number of threads is not set here."""
     if sys.platform == "darwin":
         return BlasInfo("accelerate", "", "MLX uses Accelerate on macOS"), None
-    if _is_installed("mlx-cuda-13") or _is_installed("mlx-cuda-12"):
+    if has_cuda_backend():
         return BlasInfo("mlx bundled", "", "MLX's CUDA backend is installed"), None
     if "mlx.core" in sys.modules:
         logger.warning("MLX was imported before engine.worker: its float32 products on the CPU remain slow")
@@ -107,14 +108,6 @@ def _num_cores() -> int:
 
 def _half_the_cores() -> int:
     return max(1, _num_cores() // 2)
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        distribution(name)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def _load_wheel() -> tuple[BlasInfo, SetNumThreads | None]:

@@ -3,10 +3,7 @@
 import mlx.core as mx
 
 from engine.config import EngineConfig
-from engine.host_memory import on_small_mac, total_bytes
-
-CPU_SHARE = 0.8
-"""Share of a machine's memory on a CPU, where other processes need memory as well."""
+from engine.host_memory import CPU_SHARE, on_small_mac, total_bytes
 
 MAC_OTHERS_BYTES = 8 * 2**30
 """Memory of a Mac for everything but the engine: macOS 4 to 6 GiB, Ray and Serve 1.5 GiB."""

@@ -28,8 +28,8 @@ const quiet = (text) => el("p.quiet", {}, text);
 /** @param {object[]} engines The section of the status. @returns {HTMLElement[]} A card for each node. */
 export function nodes(engines) {
   if (!engines.length) return [card("Nodes", quiet("No engine answers: the model is being loaded, or its node is lost."))];
-  return engines.map(({ node_id: node, engine }, i) => card(
-    engines.length > 1 || node ? `Node ${(node ?? String(i + 1)).slice(0, 8)}` : "Node",
+  return engines.map(({ engine_id: id, engine }, i) => card(
+    engines.length > 1 || id ? `Node ${(id ?? String(i + 1)).replace(/^([^:]{8})[^:]*/, "$1")}` : "Node",
     el("p", {}, stateOf(engine)),
     el("p", {}, `${count(engine.num_running)} of ${plural(engine.max_running, "row")} running, ` +
       `${count(engine.num_waiting)} of ${count(engine.max_queue)} places in the queue taken`),

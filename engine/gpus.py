@@ -1,0 +1,85 @@
+"""The GPUs of this machine that engines use, and how many engines it holds. MLX is not imported."""
+
+import ctypes
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
+from typing import Literal
+
+from engine.protocol import EngineFailed
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""Variable with the GPUs that a process sees, the first of which MLX uses: numbers or UUIDs, separated by commas."""
+
+MAX_ENGINES = 16
+"""The most engines of one machine."""
+
+CUDA_BACKENDS = ("mlx-cuda-13", "mlx-cuda-12")
+
+
+def has_cuda_backend() -> bool:
+    """Tell whether MLX has been installed with its CUDA backend."""
+    for name in CUDA_BACKENDS:
+        try:
+            version(name)
+        except PackageNotFoundError:
+            continue
+        return True
+    return False
+
+
+def cuda_gpus(device: str) -> tuple[str, ...]:
+    """Return the NVIDIA GPUs that engines may use, as CUDA_VISIBLE_DEVICES names them; () on a CPU or a Mac.
+
+    Like CUDA, it ends at the first entry that is no GPU.
+
+    Args:
+        device: auto, cpu or gpu, as configured.
+    """
+    if device == "cpu" or sys.platform == "darwin" or not has_cuda_backend():
+        return ()
+    num_gpus = _num_gpus()
+    if (visible := os.environ.get(VISIBLE)) is None:
+        return tuple(map(str, range(num_gpus)))
+
+    def is_gpu(name: str) -> bool:
+        return 0 <= int(name) < num_gpus if name.lstrip("-").isdigit() else bool(name)
+
+    return tuple(takewhile(is_gpu, (name.strip() for name in visible.split(","))))
+
+
+def num_engines(asked: Literal["all"] | int, device: str) -> int:
+    """Return the number of engines of this machine.
+
+    Args:
+        asked: The option engines_per_node.
+        device: auto, cpu or gpu, as configured.
+
+    Raises:
+        EngineFailed: There are fewer GPUs than engines.
+    """
+    num_gpus = len(cuda_gpus(device)) or int(sys.platform == "darwin" and device != "cpu")
+    if asked == "all":
+        return min(max(1, num_gpus), MAX_ENGINES)
+    if 0 < num_gpus < asked:
+        gpus = "one GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+        shown = f" ({VISIBLE} is {os.environ[VISIBLE]!r})" if VISIBLE in os.environ else ""
+        raise EngineFailed(
+            f"engines_per_node is {asked}, and this machine has {gpus}{shown}: each engine needs a GPU of its own. "
+            f"Set engines_per_node to {num_gpus} or less, or to all"
+        )
+    return asked
+
+
+def _num_gpus() -> int:
+    """Return the number of GPUs that NVIDIA's driver shows to this process or container; 0 without the driver."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_uint()
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return 0
+    nvml.nvmlShutdown()
+    return count.value
