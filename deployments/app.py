@@ -97,8 +97,8 @@ def build_app(args: AppArgs) -> Application:
 def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None = None) -> Application:
     """Bind the graph: one replica of each deployment, but all engines, per node that offers `mlx`.
 
-    It follows nodes that join and leave. With sparse prefill there is also one scorer per node that offers `mlx_scorer`.
-    The only node of a cluster without resources counts as one that offers both.
+    It follows nodes that join and leave. With sparse prefill each node that offers `mlx_scorer` has a scorer. The only
+    node of a cluster without resources counts as one that offers both.
 
     Args:
         args: The `args` of the configuration file.

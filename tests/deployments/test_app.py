@@ -34,6 +34,7 @@ def fake_cluster(
 ) -> None:
     monkeypatch.setattr(app.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(app, "nodes_offering", {"mlx": nodes, "mlx_scorer": list(scorers)}.__getitem__)
+    monkeypatch.setattr(app, "engines_by_node", lambda here: dict.fromkeys(nodes, 1) or {"head": here})
     monkeypatch.setattr(app, "offers_nothing", lambda: not (nodes or scorers))
     monkeypatch.setattr(app, "num_living_nodes", lambda: len({*nodes, *scorers, here}))
     monkeypatch.setattr(app, "node_id", lambda: here)
@@ -121,7 +122,7 @@ def test_each_deployment_has_at_most_one_replica_per_node(monkeypatch: pytest.Mo
     for deployment in deployments.values():
         config = deployment._deployment_config
         assert config.autoscaling_config.initial_replicas == 3
-        assert deployment._replica_config.max_replicas_per_node == 1
+        assert deployment._replica_config.max_replicas_per_node == (16 if deployment.name == "ModelReplica" else 1)
         shares.append(deployment.ray_actor_options["resources"]["mlx"])
     assert sorted(shares) == [SMALL_SHARE] * 3 + [ENGINE_SHARE]
     assert sum(shares) <= 1 < 2 * ENGINE_SHARE

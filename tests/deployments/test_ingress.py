@@ -23,7 +23,7 @@ from deployments.http.figures import HttpFigures
 from deployments.http.generation import TextDelta
 from deployments.http.in_flight import InFlight
 from deployments.http.timeline import Timelines
-from deployments.ingress import Ingress, engine_node_ids
+from deployments.ingress import Ingress, all_engine_ids
 from deployments.requests import ChatRequest, EngineAnswer, Route, SpecPrefillReport, Tool
 from engine.processing.answer_parser import AnswerRules
 from engine.processing.checkpoint import DEMO_MODEL
@@ -418,15 +418,15 @@ def test_status_shows_the_scorers_or_null_without_a_configured_scorer(
 
 def test_engine_without_a_cache_status_is_listed_as_missing():
     body = ingress_before(SilentReplica).cache_status.remote().result(timeout_s=20)
-    assert body["missing"] == [{"node_id": "", "reason": "the engine is not ready: it is loading"}]
+    assert body["missing"] == [{"node_id": "", "engine_id": "", "reason": "the engine is not ready: it is loading"}]
     assert (body["engines"], body["totals"]["entries"]) == ([], 0)
 
 
-def test_engine_nodes_are_the_nodes_that_offer_the_mlx_resource(monkeypatch: pytest.MonkeyPatch):
-    assert asyncio.run(engine_node_ids()) == [""]
+def test_engines_have_the_ids_of_their_nodes_and_numbers_where_a_node_has_several(monkeypatch: pytest.MonkeyPatch):
+    assert asyncio.run(all_engine_ids(1)) == [""]
     monkeypatch.setattr(ingress.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(ingress, "nodes_offering", {"mlx": ["a", "b"]}.__getitem__)
-    assert asyncio.run(engine_node_ids()) == ["a", "b"]
+    monkeypatch.setattr(ingress, "engines_by_node", lambda here: {"a": 1, "b": here})
+    assert asyncio.run(all_engine_ids(2)) == ["a", "b:0", "b:1"]
 
 
 def test_the_grammar_of_a_custom_tool_that_is_not_enforced_is_named():

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,10 @@ def ask(server: ServeRun, messages: list[dict[str, str]], num_tokens: int = 8) -
     response = httpx.post(f"{server.base_url}/v1/chat/completions", json=body, timeout=WAIT_S)
     assert response.status_code == 200, response.text
     return response
+
+
+def timeline_of(server: ServeRun, answer: httpx.Response) -> dict[str, Any]:
+    return httpx.get(f"{server.base_url}/v1/requests/{answer.json()['id']}", timeout=30).json()
 
 
 class Stream(threading.Thread):
@@ -120,24 +125,20 @@ def test_both_engines_have_an_id_half_of_the_memory_and_a_folder_and_answer(two_
     assert {engine for stream in streams for engine in stream.engines} == set(found)
 
 
-def test_the_second_turn_of_a_conversation_goes_to_the_engine_that_has_the_first(two_engines: ServeRun):
-    engines = engines_of(two_engines)
-    seen = set[str]()
-    for i in range(6):
-        messages = [{"role": "user", "content": f"Question {i}: " + "What is the weather on the river? " * 12}]
-        first = ask(two_engines, messages)
-        messages += [
-            {"role": "assistant", "content": first.json()["choices"][0]["message"]["content"] or ""},
-            {"role": "user", "content": "And now?"},
-        ]
-        second = ask(two_engines, messages)
-        ids = [response.json()["id"] for response in (first, second)]
-        placed = [httpx.get(f"{two_engines.base_url}/v1/requests/{id}", timeout=30).json() for id in ids]
-        assert placed[0]["engine_id"] == placed[1]["engine_id"] in engines
-        assert placed[1]["node_id"] == placed[1]["engine_id"].partition(":")[0]
-        assert second.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-        seen.add(placed[0]["engine_id"])
-    assert seen == set(engines)
+def test_second_turns_of_conversations_go_to_the_engines_that_have_the_first(two_engines: ServeRun):
+    questions = [f"Question {i}: " + "What is the weather on the river? " * 12 for i in range(NUM_STREAMS)]
+    first = [[{"role": "user", "content": question}] for question in questions]
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:  # at once, so that one engine is not enough
+        answers = list(pool.map(lambda messages: ask(two_engines, messages, 60), first))
+    engines = [timeline_of(two_engines, answer)["engine_id"] for answer in answers]
+    assert set(engines) == set(engines_of(two_engines))
+    for messages, answer, engine in zip(first, answers, engines, strict=True):
+        said = answer.json()["choices"][0]["message"]["content"] or ""
+        more = [{"role": "assistant", "content": said}, {"role": "user", "content": "And now?"}]
+        second = ask(two_engines, [*messages, *more])
+        timeline = timeline_of(two_engines, second)
+        assert (timeline["engine_id"], timeline["node_id"]) == (engine, engine.partition(":")[0])
+        assert second.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 80
 
 
 def test_cache_and_metrics_name_both_engines(two_engines: ServeRun):

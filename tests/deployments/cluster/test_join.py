@@ -14,7 +14,14 @@ from deployments.cluster.proof import NONCE, PROOF, proof_of_member
 
 TOKEN = "the token of the cluster"
 HOST = "127.0.0.1"
-ANSWER = {"gcs": "192.168.1.10:6379", "url": "http://127.0.0.1:8000", "resources": {"mlx": 1.0}, "term": 1}
+ANSWER = {
+    "gcs": "192.168.1.10:6379",
+    "url": "http://127.0.0.1:8000",
+    "resources": {"mlx": 1.0},
+    "engines_per_node": "all",
+    "device": "auto",
+    "term": 1,
+}
 
 
 @pytest.fixture(scope="module")

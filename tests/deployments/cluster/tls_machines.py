@@ -49,7 +49,15 @@ class TlsHead:
 
     def _facts(self) -> dict[str, object]:
         facts = read_facts([]).as_json()
-        return {"facts": facts, "gcs": GCS, "url": "http://127.0.0.1:8000", "resources": {"mlx": 1.0}, "term": 1}
+        return {
+            "facts": facts,
+            "gcs": GCS,
+            "url": "http://127.0.0.1:8000",
+            "resources": {"mlx": 1.0},
+            "engines_per_node": "all",
+            "device": "auto",
+            "term": 1,
+        }
 
     @property
     def address(self) -> str:

@@ -25,6 +25,8 @@ def head() -> Iterator[str]:
         "gcs": "127.0.0.1:6379",
         "url": "http://127.0.0.1:8000",
         "resources": {"mlx": 1.0},
+        "engines_per_node": "all",
+        "device": "auto",
         "term": 1,
     }
     server = JoinServer("127.0.0.1", 0, SECRET, lambda: said)

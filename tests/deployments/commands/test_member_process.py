@@ -52,7 +52,15 @@ class ToldHead(HeadMachine):
 
     def facts(self) -> dict[str, Any]:
         url, gcs = "http://127.0.0.1:1", f"{HEAD}:{ports.GCS}"
-        return {"facts": read_facts([]).as_json(), "gcs": gcs, "url": url, "resources": {"mlx": 1.0}, "term": 1}
+        return {
+            "facts": read_facts([]).as_json(),
+            "gcs": gcs,
+            "url": url,
+            "resources": {"mlx": 1.0},
+            "engines_per_node": "all",
+            "device": "auto",
+            "term": 1,
+        }
 
 
 def compare_without_address(head: HeadClient, answer: HeadAnswer, address: str) -> list[Line]:

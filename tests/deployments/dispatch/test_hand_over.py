@@ -72,7 +72,7 @@ class Nodes(FakeHandle):
         return EngineAnswer(node_id, "", getattr(engine, method)(*args))
 
     def leave(self, node_id: str = "node-0", timeout_s: float = 60.0) -> TakenOver:
-        return asyncio.run(asyncio.wait_for(self.hand_over.leave(node_id, timeout_s), LIMIT_S))
+        return asyncio.run(asyncio.wait_for(self.hand_over.leave([node_id], timeout_s), LIMIT_S))
 
 
 MANY = [snapshot(number) for number in range(30)]

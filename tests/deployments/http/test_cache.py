@@ -192,8 +192,8 @@ def test_each_engine_shows_its_own_figures_entries_and_explained_misses():
 
 
 def test_silent_engine_is_listed_as_missing():
-    silent = [SilentEngine("node-9", "no answer within 10 s")]
-    named = [{"node_id": "node-9", "reason": "no answer within 10 s"}]
+    silent = [SilentEngine("node-9:1", "no answer within 10 s")]
+    named = [{"node_id": "node-9", "engine_id": "node-9:1", "reason": "no answer within 10 s"}]
     assert cache_body([], silent, SPELL)["missing"] == named
     assert cleared_body([], silent)["missing"] == named
     assert cache_body([], silent, SPELL)["totals"]["bytes"] == 0
@@ -204,8 +204,8 @@ def test_cleared_entries_are_added_up_and_listed_per_engine():
     body = cleared_body(answers(CacheCleared(3, 100, 2), CacheCleared(1, 10)), [])
     assert body["cleared"] == {"entries": 4, "bytes": 110, "files": 2}
     assert body["engines"] == [
-        {"node_id": "node-0", "replica_id": "replica-0", "entries": 3, "bytes": 100, "files": 2},
-        {"node_id": "node-1", "replica_id": "replica-1", "entries": 1, "bytes": 10, "files": 0},
+        {"node_id": "node-0", "engine_id": "node-0", "replica_id": "replica-0", "entries": 3, "bytes": 100, "files": 2},
+        {"node_id": "node-1", "engine_id": "node-1", "replica_id": "replica-1", "entries": 1, "bytes": 10, "files": 0},
     ]
     assert cleared_body([], [])["cleared"] == {"entries": 0, "bytes": 0, "files": 0}
 

@@ -15,6 +15,8 @@ from engine.figures import EngineFigures
 from engine.protocol import EngineFailed, EngineStatus
 from tests.deployments.fake_handle import FakeCall, FakeHandle
 
+Figures = tuple[NodeFigures, list[NodeFigures]]
+
 HERE, ELSEWHERE = "here", "elsewhere"
 FIGURES = EngineFigures(status=EngineStatus(state="ready", model="x", load_progress=1.0, num_steps=7))
 OTHER = EngineFigures(status=EngineStatus(state="ready", model="x", load_progress=1.0, num_steps=9))
@@ -33,7 +35,7 @@ class Replicas(FakeHandle):
         assert method == self._method and not arguments
         self.num_asked += 1
         return [
-            FakeCall({"node_id": node, **said} if isinstance(said, dict) else said)
+            FakeCall({"node_id": node, "engine_id": node, **said} if isinstance(said, dict) else said)
             for node, said in self._answers.items()
         ]
 
@@ -52,29 +54,29 @@ def test_replicas_of_other_nodes_are_left_out_and_not_waited_for():
     scorer = Replicas("status", {ELSEWHERE: {"scorer": {}}, HERE: {"scorer": asdict(SCORER)}})
     planners = {"text": planner(dense={"cached": 2}), "media": planner(sparse=4)}
 
-    async def go() -> NodeFigures:
+    async def go() -> Figures:
         async with asyncio.timeout(1):
             return await NodeReplicas("demo", engine, planners, scorer).figures()  # pyright: ignore[reportArgumentType]
 
     plans = {"text": SparsePlans(num_sparse=1, dense={"cached": 2}), "media": SparsePlans(num_sparse=4)}
-    assert asyncio.run(go()) == NodeFigures(model="demo", engine=FIGURES, sparse_plans=plans, scorer=SCORER)
+    assert asyncio.run(go()) == (NodeFigures(model="demo", engine=FIGURES, sparse_plans=plans, scorer=SCORER), [])
 
 
 @pytest.mark.parametrize("answers", [{}, {HERE: EngineFailed("dead")}, {ELSEWHERE: {"figures": OTHER}}])
 def test_an_engine_that_does_not_answer_is_left_out(answers: dict[str, Any]):
     replicas = NodeReplicas("demo", Replicas("figures", answers), {}, None)  # pyright: ignore[reportArgumentType]
-    assert asyncio.run(replicas.figures()) == NodeFigures(model="demo")
+    assert asyncio.run(replicas.figures()) == (NodeFigures(model="demo"), [])
 
 
 def test_a_silent_engine_delays_a_scrape_only_for_a_while(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(node_replicas, "TIMEOUT_S", 0.05)
     replicas = NodeReplicas("demo", Replicas("figures", {HERE: 30.0}), {}, None)  # pyright: ignore[reportArgumentType]
 
-    async def go() -> NodeFigures:
+    async def go() -> Figures:
         async with asyncio.timeout(5):
             return await replicas.figures()
 
-    assert asyncio.run(go()).engine is None
+    assert asyncio.run(go()) == (NodeFigures(model="demo"), [])
 
 
 def test_scrapes_share_calls_and_planners_are_asked_only_with_a_scorer():
