@@ -53,7 +53,12 @@ def _dense(node: NodeFigures) -> Iterable[Sample]:
             yield (route, reason), num
 
 
-HTTP_METRICS = (
+def _of_node(*metrics: Metric) -> tuple[Metric, ...]:
+    """Return the metrics as those that a node has once, however many engines it has."""
+    return tuple(replace(metric, is_of_engine=False) for metric in metrics)
+
+
+HTTP_METRICS = _of_node(
     Metric(
         "orchard:http_responses",
         "counter",
@@ -110,7 +115,7 @@ HTTP_METRICS = (
     ),
 )
 
-PLANNER_METRICS = (
+PLANNER_METRICS = _of_node(
     Metric(
         "orchard:sparse_plans",
         "counter",
@@ -137,7 +142,7 @@ PLANNER_METRICS = (
     ),
 )
 
-SCORER_METRICS = (
+SCORER_METRICS = _of_node(
     Metric(
         "orchard:scorer_ready",
         "gauge",
@@ -182,6 +187,4 @@ SCORER_METRICS = (
     ),
 )
 
-INGRESS_METRICS = tuple(
-    replace(metric, is_of_engine=False) for metric in (*HTTP_METRICS, *PLANNER_METRICS, *SCORER_METRICS)
-)
+INGRESS_METRICS = (*HTTP_METRICS, *PLANNER_METRICS, *SCORER_METRICS)

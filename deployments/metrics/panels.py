@@ -242,11 +242,11 @@ CLUSTER = Row(
     "Cluster, by node",
     (
         Panel("Ready engines", (value("orchard:engine_ready", INSTANCE),), style="area"),
-        Panel("Loading", (value("orchard:load_progress", INSTANCE),), "percentunit"),
+        Panel("Loading", (value("orchard:load_progress", "engine", INSTANCE),), "percentunit"),
         Panel("Generated tokens per second", (rate("vllm:generation_tokens", INSTANCE),), TOKENS_PER_S, "stack"),
         Panel("Rows", (value("vllm:num_requests_running", INSTANCE),), style="stack"),
         Panel("Queued requests", (value("vllm:num_requests_waiting", INSTANCE),), style="stack"),
-        Panel("Memory reserved for rows", (value("vllm:kv_cache_usage_perc", INSTANCE),), "percentunit"),
+        Panel("Memory reserved for rows", (value("vllm:kv_cache_usage_perc", "engine", INSTANCE),), "percentunit"),
         Panel(
             "Available memory of the machine",
             (fraction("orchard:machine_memory_available_bytes", "orchard:machine_memory_bytes", INSTANCE),),

@@ -14,7 +14,7 @@ from deployments.metrics.engine_metrics import (
     SPARSE_METRICS,
     STATE_METRICS,
 )
-from deployments.metrics.ingress_metrics import HTTP_METRICS, INGRESS_METRICS, PLANNER_METRICS, SCORER_METRICS
+from deployments.metrics.ingress_metrics import HTTP_METRICS, PLANNER_METRICS, SCORER_METRICS
 from deployments.metrics.metric import Metric
 from deployments.metrics.vllm_metrics import VLLM_METRICS
 from deployments.metrics.vllm_metrics import __doc__ as vllm_names
@@ -59,7 +59,7 @@ def reference() -> str:
 
 def is_mirrored(metric: Metric) -> bool:
     """Tell whether a metric is also among Ray's, see RayMirror."""
-    return metric not in INGRESS_METRICS and (metric.kind != "histogram" or metric.of_choice is not None)
+    return metric.is_of_engine and (metric.kind != "histogram" or metric.of_choice is not None)
 
 
 def _table(metrics: Sequence[Metric]) -> str:

@@ -22,6 +22,7 @@ from deployments.args import DRAIN_TIMEOUT_S
 from deployments.dispatch.engine_client import PLAN_TIMEOUT_S
 from deployments.ingress import plan_timeout_s
 from engine.config import SpecPrefillConfig
+from engine.gpus import MAX_ENGINES
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import EngineFailed
 from tests.e2e.server import SHIPPED_CONFIG
@@ -188,19 +189,19 @@ def test_scorer_deployment_places_a_replica_on_each_node_with_its_resource(monke
     assert 2 * SCORER_SHARE > 1
     assert scorer._replica_config.max_replicas_per_node == 1
     engine = deployments["ModelReplica"]
-    for deployment, num_nodes, resource, waits_for in (
-        (scorer, 0, "mlx_scorer", "ModelReplica"),
-        (engine, 3, "mlx", None),
+    for deployment, num_nodes, resource, more in (
+        (scorer, 0, "mlx_scorer", {"waits_for": "ModelReplica"}),
+        (engine, 3, "mlx", {"waits_for": None, "engines": 1}),
     ):
         autoscaling = deployment._deployment_config.autoscaling_config
         assert autoscaling.initial_replicas == num_nodes
-        assert autoscaling.policy.policy_kwargs == {"resource": resource, "waits_for": waits_for}
+        assert autoscaling.policy.policy_kwargs == {"resource": resource, **more}
         assert autoscaling.policy.policy_function == "deployments.autoscaling:OnePerOfferingNode"
 
 
 def test_plan_timeout_is_longer_than_the_scoring_deadline():
     arguments: Any = build_app(scoring(deadline_s=500))._bound_deployment.init_args
-    assert arguments[-1]._bound_deployment.name == "SpecPrefillScorer"
+    assert arguments[5]._bound_deployment.name == "SpecPrefillScorer"
     assert plan_timeout_s(arguments[0]) >= 560
 
 
@@ -329,6 +330,24 @@ def test_single_node_cluster_without_resources_gets_all_deployments_on_its_head(
         assert deployment._replica_config.max_replicas_per_node == 1
         starts_late = name == "SpecPrefillScorer"
         assert deployment._deployment_config.autoscaling_config.initial_replicas == (0 if starts_late else 1)
+
+
+def test_only_node_of_a_cluster_without_resources_has_as_many_engines_as_are_asked_for(monkeypatch: pytest.MonkeyPatch):
+    nodes = [{"NodeID": "head", "Alive": True, "Resources": {"CPU": 2.0, "node:__internal_head__": 1.0}}]
+    monkeypatch.setattr(app.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(app.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(app, "node_id", lambda: "head")
+    deployments = deployments_of(build_app(AppArgs(engines_per_node=3)))
+    for name, deployment in deployments.items():
+        num = 3 if name == "ModelReplica" else 1
+        assert deployment._replica_config.max_replicas_per_node == num
+        assert deployment._deployment_config.autoscaling_config.initial_replicas == num
+    assert deployments["ModelReplica"].init_args[-1] == deployments["Ingress"].init_args[-1] == 3
+
+
+@pytest.mark.parametrize("num", range(1, MAX_ENGINES + 1))
+def test_node_fits_as_many_engines_as_it_offers_of_the_resource(num: int):
+    assert num * ENGINE_SHARE + 3 * SMALL_SHARE <= num < (num + 1) * ENGINE_SHARE
 
 
 def test_cluster_of_several_nodes_without_the_mlx_resource_is_refused(monkeypatch: pytest.MonkeyPatch):

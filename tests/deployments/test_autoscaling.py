@@ -8,7 +8,7 @@ import pytest
 from ray import cloudpickle
 
 from deployments import autoscaling, policy_state
-from deployments.autoscaling import OnePerOfferingNode, nodes_offering
+from deployments.autoscaling import OnePerOfferingNode, engines_by_node, nodes_offering
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,6 +61,18 @@ def test_number_of_replicas_is_the_number_of_offering_nodes_and_at_least_one(clu
     assert OnePerOfferingNode("mlx")(Context()) == (1, {})
     cluster += [node("a", mlx=1), node("b", mlx=1), node("c")]
     assert OnePerOfferingNode("mlx")(Context()) == (2, {})
+
+
+def test_engines_are_counted_by_the_resource_of_each_node(cluster: list):
+    cluster += [node("a", mlx=2), node("b", mlx=1), node("c", mlx_scorer=1), node("d", alive=False, mlx=4)]
+    assert engines_by_node(7) == {"a": 2, "b": 1}
+    assert OnePerOfferingNode("mlx", engines=7)(Context()) == (3, {})
+
+
+def test_a_cluster_without_resources_has_the_engines_of_its_head(cluster: list):
+    cluster += [node("a", CPU=2, **{autoscaling.HEAD_NODE: 1})]
+    assert engines_by_node(2) == {"a": 2}
+    assert OnePerOfferingNode("mlx", engines=2)(Context()) == (2, {})
 
 
 def test_list_of_nodes_is_cached_for_a_while(cluster: list, clock: list[float]):

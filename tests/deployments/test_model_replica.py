@@ -72,6 +72,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> type[CachingEngine]:
         drained_for: ClassVar[list[float]] = []
 
     monkeypatch.setattr(async_engine, "AsyncEngine", Engine)
+    monkeypatch.setattr(model_replica, "node_id", lambda: "n")
     monkeypatch.setattr(model_replica, "replica_info", lambda: {"node_id": "n", "replica_id": "r", "pid": 7})
     return Engine
 

@@ -20,9 +20,10 @@ DEPLOYMENT = DeploymentID(name="ModelReplica", app_name="orchard")
 class FakeReplica:
     max_ongoing_requests = 4
 
-    def __init__(self, name: str, node_id: str):
+    def __init__(self, name: str, node_id: str, engine_id: str = ""):
         self.replica_id = ReplicaID(unique_id=name, deployment_id=DEPLOYMENT)
         self.node_id = node_id
+        self.replica_metadata = {"engine_id": engine_id} if engine_id else {}
         self.availability_zone = None
         self.multiplexed_model_ids: set[str] = set()
 
@@ -240,5 +241,19 @@ def test_router_pickled_by_serve_works_with_pins_and_errors_of_its_callers():
             await call(router, pin_to("node-c", 0.0))
         with pytest.raises(NoReplicaYet):
             await call(make_router(theirs, [], first_wait_s=0.0))
+
+    asyncio.run(go())
+
+
+def test_pinned_request_goes_to_the_engine_with_that_id_and_others_to_any_engine_of_the_nearest_node():
+    async def go() -> None:
+        engines = [("a", "node-0", "node-0:0"), ("b", "node-0", "node-0:1"), ("c", "node-1", "node-1")]
+        router = make_router(NodeRouter, [FakeReplica(*args) for args in engines])
+        for name, _, engine_id in engines:
+            assert (await call(router, pin_to(engine_id))).replica_id.unique_id == name
+        assert {(await call(router)).replica_id.unique_id for _ in range(30)} == {"a", "b"}
+        with pytest.raises(NoReplica):
+            await call(router, pin_to("node-0", 0.0))
+        await stop(router)
 
     asyncio.run(go())

@@ -85,11 +85,12 @@ class Graph(FakeHandle):
     def running(self) -> dict[str, Any]:
         return running(*(f"node-{i}" for i in range(self.num_engines)))
 
-    def call(self, request: ChatRequest | EngineRequest) -> FakeCall:
+    def call(self, request: ChatRequest | EngineRequest, engine_id: str = "") -> FakeCall:
         if isinstance(request, EngineRequest):
             self.log.append("dispatch")
             self.nodes.append(self.chosen["session_id"].removeprefix("node:").removesuffix("@0"))
             return self.dispatch(request)
+        assert engine_id.startswith("node-")
         self.log.append("plan")
         self.pins.append(self.chosen["session_id"])
         return FakeCall(self._next(self.plans), lambda: self.log.append("cancel plan"))

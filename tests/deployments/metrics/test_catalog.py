@@ -88,7 +88,7 @@ def test_the_text_has_what_was_read():
         family = families[metric.name]
         assert family.type == metric.kind
         assert all(sample.labels["model_name"] == node.model for sample in family.samples)
-        assert all(("engine" in sample.labels) == metric.name.startswith("vllm:") for sample in family.samples)
+        assert all(("engine" in sample.labels) == metric.is_of_engine for sample in family.samples)
         if metric.kind == "histogram":
             continue
         found = {tuple(sample.labels[label] for label in metric.labels): sample.value for sample in family.samples}

@@ -1,0 +1,57 @@
+import pytest
+
+from engine import gpus
+from engine.gpus import cuda_gpus, num_engines
+from engine.protocol import EngineFailed
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with four NVIDIA GPUs."""
+    monkeypatch.setattr(gpus.sys, "platform", "linux")
+    monkeypatch.setattr(gpus, "has_cuda_backend", lambda: True)
+    monkeypatch.setattr(gpus, "_num_gpus", lambda: 4)
+    monkeypatch.delenv(gpus.VISIBLE, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    "visible, expected",
+    [
+        (None, ("0", "1", "2", "3")),
+        ("", ()),
+        ("-1", ()),
+        ("2", ("2",)),
+        (" 3, 1", ("3", "1")),
+        ("0,7,1", ("0",)),
+        ("GPU-8932f937,GPU-5a1b", ("GPU-8932f937", "GPU-5a1b")),
+    ],
+)
+def test_gpus_are_those_that_cuda_shows(machine: pytest.MonkeyPatch, visible: str | None, expected: tuple[str, ...]):
+    if visible is not None:
+        machine.setenv(gpus.VISIBLE, visible)
+    assert cuda_gpus("auto") == cuda_gpus("gpu") == expected
+    assert cuda_gpus("cpu") == ()
+
+
+def test_a_machine_has_an_engine_per_gpu_or_as_many_as_are_asked_for(machine: pytest.MonkeyPatch):
+    assert (num_engines("all", "auto"), num_engines(1, "auto"), num_engines(4, "auto")) == (4, 1, 4)
+    machine.setenv(gpus.VISIBLE, "1,3")
+    assert num_engines("all", "auto") == 2
+    with pytest.raises(
+        EngineFailed, match=r"engines_per_node is 3, and this machine has 2 GPUs .*'1,3'.* to 2 or less"
+    ):
+        num_engines(3, "auto")
+
+
+def test_engines_on_a_cpu_are_one_or_as_many_as_are_asked_for(machine: pytest.MonkeyPatch):
+    assert (num_engines("all", "cpu"), num_engines(2, "cpu")) == (1, 2)
+    machine.setattr(gpus, "has_cuda_backend", lambda: False)
+    assert (num_engines("all", "auto"), num_engines(16, "auto")) == (1, 16)
+
+
+def test_a_mac_has_one_engine(machine: pytest.MonkeyPatch):
+    machine.setattr(gpus.sys, "platform", "darwin")
+    assert num_engines("all", "auto") == num_engines(1, "gpu") == 1
+    with pytest.raises(EngineFailed, match="engines_per_node is 2, and this machine has one GPU"):
+        num_engines(2, "auto")
