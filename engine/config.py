@@ -125,8 +125,9 @@ class MemoryConfig(Frozen):
     limit_gb: float | None = Field(
         default=None,
         gt=0,
-        description="GiB that the engine may use; null: the GPU's memory, on a CPU 0.8 of the machine's, on a Mac's "
-        "GPU the recommended limit, but all except 8 GiB at most, or half of less than 16 GiB",
+        description="GiB that the engine may use; null: the GPU's memory, on a CPU 0.8 of the machine's, divided "
+        "among its engines, on a Mac's GPU the recommended limit, but all except 8 GiB at most, or half of less than "
+        "16 GiB",
     )
     headroom_gb: float | None = Field(
         default=None, ge=0, description="GiB of limit_gb that stay free; null: an eighth of it, at most 8"
@@ -182,8 +183,13 @@ class PinnedPrompt(Frozen):
 class DiskCacheConfig(Frozen):
     """Options of the prefix cache's disk tier: its directory and its size."""
 
-    path: str = Field(description="directory of the snapshots; created if missing")
-    max_gb: float = Field(default=20.0, gt=0, description="GiB of files; the least recently used are removed first")
+    path: str = Field(
+        description="directory of the snapshots; created if missing; several engines of a node have the folders "
+        "engine-0, engine-1 .. in it"
+    )
+    max_gb: float = Field(
+        default=20.0, gt=0, description="GiB of files on a node; the least recently used are removed first"
+    )
 
 
 class PrefixCacheConfig(Frozen):
@@ -222,15 +228,15 @@ class PrefixCacheConfig(Frozen):
     fetch: Annotated[Literal["auto", "on", "off"], BooleanToOnOff] = Field(
         default="auto",
         description="fetch cached prefixes from the disks of other nodes where that is predicted to be faster than "
-        "computing, and serve them this node's; auto: if disk is set, in a cluster of several machines that runs with "
-        "Ray's token authentication; on: fail where that is impossible",
+        "computing, and serve them this node's; auto: if disk is set, among several engines, with Ray's token "
+        "authentication; on: fail where that is impossible",
     )
     fetch_port: int = Field(
         default=0,
         ge=0,
         le=65535,
         description="TCP port on which snapshots are served to other nodes, at the node's address in the cluster; 0: "
-        "any free port",
+        "any free port; further engines of the node have the next ports",
     )
 
     replicate: bool = Field(

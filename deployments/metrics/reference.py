@@ -28,7 +28,8 @@ INTRODUCTION = f"""\
 
 All metrics of a node, as `GET /metrics` of its ingress shows them in Prometheus's text format; see the section
 "Metrics" of [README.md](README.md). A counter's name ends with `_total` there. Every metric has the label
-`model_name`, and those of vLLM the label `engine`, which is always `0`. A metric without a value on a node is absent.
+`model_name`, and those of engines the label `engine`: the engine's number on its node, `0` for the only one. A metric
+without a value on a node is absent.
 
 In the column *Ray*, "yes" means that the metric is also on the node's Ray metrics port, as `ray_vllm_...` or
 `ray_orchard_...`.

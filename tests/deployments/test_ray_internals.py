@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import grpc
 import psutil
@@ -60,11 +60,11 @@ class Replica(FakeReplica):
     actor_id = None
     is_cross_language = False
     availability_zone = None
-    replica_metadata: ClassVar[dict[str, Any]] = {"model": "demo"}
     _replica_info = SimpleNamespace(node_ip="127.0.0.1", port=1)
 
     def __init__(self, name: str = "a", node_id: str = "node-0"):
         super().__init__(name, node_id)
+        self.replica_metadata = {"model": "demo"}
         self.sent: list[Sent] = []
 
     def try_send_request(self, request: Any, with_rejection: bool) -> Sent:

@@ -65,5 +65,5 @@ def test_engine_that_cancels_the_call_at_shutdown_is_named_as_silent():
 def test_silent_engines_are_waited_for_concurrently():
     began = time.monotonic()
     _, silent = run(lambda: Engines(dict.fromkeys("abcdef", 60.0)).ask(0.5))
-    assert [engine.node_id for engine in silent] == list("abcdef")
+    assert [engine.engine_id for engine in silent] == list("abcdef")
     assert time.monotonic() - began < 2
