@@ -70,7 +70,7 @@ def test_engines_are_counted_by_the_resource_of_each_node(cluster: list):
 
 
 def test_a_cluster_without_resources_has_the_engines_of_its_head(cluster: list):
-    cluster += [node("a", CPU=2, **{autoscaling.HEAD_NODE: 1})]
+    cluster += [{**node("a"), "Resources": {"CPU": 2, autoscaling.HEAD_NODE: 1}}]
     assert engines_by_node(2) == {"a": 2}
     assert OnePerOfferingNode("mlx", engines=2)(Context()) == (2, {})
 
