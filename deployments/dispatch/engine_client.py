@@ -83,7 +83,7 @@ class PlacementAttempt:
     without: frozenset[str] = frozenset()
     """Unique ids of replicas that must not be chosen."""
     tried: tuple[str, ...] = ()
-    """Nodes that have been tried; they are asked for no quote, and chosen last."""
+    """Engines that have been tried, or may be lost with those; they are asked for no quote, and chosen last."""
     waits: bool = True
     """Whether to wait for a new engine if all running ones are excluded."""
     pin_wait_s: float | None = None
@@ -94,13 +94,21 @@ class PlacementAttempt:
     holder: PrefixHolder | None = None
     """From where the engine may fetch more of the prompt than it has."""
 
-    def after(self, error: Exception) -> "PlacementAttempt | None":
-        """Return the attempt that follows this failed one; None if the error that ended it is final."""
+    def after(self, error: Exception, neighbours: Callable[[str], Iterable[str]]) -> "PlacementAttempt | None":
+        """Return the attempt that follows this failed one; None if the error that ended it is final.
+
+        Args:
+            error: The error.
+            neighbours: Returns the running engines of an engine's node, which may be lost with it, or with its planner.
+        """
         lost = is_replica_lost(error)
         refused = isinstance(error, Unavailable | Overloaded) and not isinstance(error, QueueTimeout | TooLate)
         if not (lost or refused) or self.stage == "choose":
             return None
-        left = PlacementAttempt(self.wait_s, self.plan_s, tried=(self.engine.node_id,))
+        engine_id = self.engine.node_id
+        is_of_node = lost or self.stage == "plan"  # the planner is that of all engines of the node
+        tried = (engine_id, *neighbours(engine_id)) if is_of_node else (engine_id,)
+        left = PlacementAttempt(self.wait_s, self.plan_s, tried=tried)
         if lost and self.stage == "plan":  # the planner was lost, this engine is a last resort
             left.pin_wait_s = max(self.wait_s, 0.0)
         else:
@@ -260,12 +268,18 @@ class EngineClient:
 
     def _after(self, error: Exception, attempt: PlacementAttempt) -> PlacementAttempt | None:
         """Record a failed engine. Returns the attempt that follows; None if the error is final."""
-        again = attempt.after(error)
+        again = attempt.after(error, self._neighbours)
         if again is not None:
             refused = isinstance(error, Unavailable | Overloaded)
             last_s = min(max(error.retry_after_s, MIN_REFUSAL_S), MAX_REFUSAL_S) if refused else LOSS_S
             self.nodes.note(attempt.engine.replica_id, last_s)
         return again
+
+    def _neighbours(self, engine_id: str) -> list[str]:
+        """Return the other running engines of an engine's node."""
+        running = running_nodes(self._questions) or ()
+        own = node_of(engine_id)
+        return [one.node_id for one in running if node_of(one.node_id) == own and one.node_id != engine_id]
 
     async def _attempt(
         self, request: ChatRequest, route: Route, attempt: PlacementAttempt, may_resume: bool
@@ -307,14 +321,20 @@ class EngineClient:
             return AnswerPart(engine.node_id, engine.replica_id, first, reader, resources.pop_all())
 
     async def _move(
-        self, request: ChatRequest, route: Route, plan: Plan, left: AnswerPart, progress: tuple[Progress, ...]
+        self,
+        request: ChatRequest,
+        route: Route,
+        plan: Plan,
+        left: AnswerPart,
+        progress: tuple[Progress, ...],
+        is_lost: bool,
     ) -> AnswerPart:
         """Continue an answer on another engine, see engine_stream.Move. Images are read again."""
         attempt = PlacementAttempt(
             self._engine_timeout_s,
             self._plan_timeout_s,
             without=frozenset({left.replica_id}) if left.replica_id else frozenset(),
-            tried=(left.node_id,),
+            tried=(left.node_id, *(self._neighbours(left.node_id) if is_lost else ())),
         )
         engine = await self._choose(request, route, attempt, holders=[left.node_id])
         continued = plan.request

@@ -113,9 +113,10 @@ class AnswerPart:
     """Its call, which ends with it."""
 
 
-Move = Callable[[AnswerPart, tuple[Progress, ...]], Awaitable[AnswerPart]]
+Move = Callable[[AnswerPart, tuple[Progress, ...], bool], Awaitable[AnswerPart]]
 """Continues an answer on another engine than that of a part, after the tokens that the client has; returns at the first
-chunk. Raises OrchardError, or an error for which `is_replica_lost` holds."""
+chunk. The last argument tells whether the engine is lost, and not only stopping. Raises OrchardError, or an error for
+which `is_replica_lost` holds."""
 
 
 class EngineStream:
@@ -220,7 +221,7 @@ class EngineStream:
             left, self._left_there = self._part, set()
             self._end_of(left)
             try:
-                self._part = await self._move(left, self._progress())
+                self._part = await self._move(left, self._progress(), loss is not None)
             except Exception as error:
                 loss = cause_of(error)
                 if is_replica_lost(loss):

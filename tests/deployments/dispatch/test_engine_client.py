@@ -357,6 +357,38 @@ def test_request_refused_by_two_engines_fails_with_the_refusal(error: Exception)
     assert graph.pins == ["node:node-0", "node:node-1"]
 
 
+@dataclass
+class TwoHosts(Graph):
+    """Two engines on `node-0`, and those of other nodes."""
+
+    others: tuple[str, ...] = ("node-1:0", "node-1:1")
+
+    def running(self) -> dict[str, Any]:
+        return running("node-0:0", "node-0:1", *self.others)
+
+
+LOST_THERE: list[tuple[list[list[Item]], list[Item | Plan]]] = [
+    ([[ActorDiedError()], [LAST]], [PLAN]),
+    ([[TokenChunk((1,)), ActorDiedError()], [LAST]], [PLAN]),
+    ([[LAST]], [NoReplica("node node-0 has had no replica of TextMTP for 2 s"), PLAN]),
+    ([[LAST]], [task_error(Unavailable("the planner is replaced", 3.0)), PLAN]),
+]
+
+
+@pytest.mark.parametrize("streams, plans", LOST_THERE)
+def test_after_a_loss_the_engines_of_another_node_come_before_those_of_the_same(streams: Any, plans: Any):
+    for others, last in ((("node-1:0", "node-1:1"), "node-1:0"), ((), "node-0:1")):
+        graph = TwoHosts(streams=list(streams), plans=list(plans), others=others)
+        assert answer(graph)[-1] == 3
+        lost_planner = isinstance(plans[0], NoReplica)
+        assert graph.nodes[-1] == ("node-0:0" if lost_planner and not others else last)
+
+
+def test_an_answer_that_an_engine_gives_up_in_order_may_go_on_at_its_neighbour():
+    graph = TwoHosts(streams=[[TokenChunk((1,)), moved()], [LAST]], others=())
+    assert answer(graph) == [1, 3] and graph.nodes == ["node-0:0", "node-0:1"]
+
+
 def test_lost_engine_is_excluded_and_its_replacement_is_waited_for():
     async def go() -> Graph:
         graph = Graph(streams=[[ActorDiedError()], [LAST]], num_engines=1)
