@@ -13,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.calls.population import among
 from deployments.calls.replica_calls import call_within
 from deployments.calls.replica_choice import pin_to
+from deployments.engine_ids import node_of
 from deployments.placement.conversation_keys import BYTES_PER_TOKEN
 from deployments.placement.holders import prefix_holder, with_fetches
 from deployments.placement.place import NodeFacts, Placement
@@ -146,6 +147,14 @@ class Placer:
             if (successor := self._placement.successor(snapshot, {*without, *self._silent})) is not None:
                 found.setdefault(successor, []).append(snapshot)
         return found
+
+    def lost_with(self, engine_id: str) -> frozenset[str]:
+        """Return the engines of an engine's node; only itself where no other node shares snapshots."""
+        self._follow_nodes()
+        own, sharing = node_of(engine_id), self._placement.addresses
+        if all(node_of(one) == own for one, address in sharing.items() if address):
+            return frozenset({engine_id})
+        return frozenset(one for one in self._placement.node_ids if node_of(one) == own) | {engine_id}
 
     def neighbours(self, node_id: str, num_nodes: int) -> list[str]:
         """Return nodes that share snapshots with a node that has joined; [] if it shares none itself."""

@@ -58,6 +58,6 @@ class Replication:
         said = await self._ask("movable_conversation", node_id, conversation)
         if isinstance(said, SilentEngine) or said.answer is None:
             return
-        for successor, snapshots in self._placer.successors([said.answer], {node_id}).items():
+        for successor, snapshots in self._placer.successors([said.answer], self._placer.lost_with(node_id)).items():
             for snapshot in snapshots:
                 await self._ask("copy", successor, address, snapshot, COPY_S, timeout_s=COPY_S + MARGIN_S)

@@ -69,6 +69,17 @@ def test_a_conversation_is_copied_to_the_node_that_is_asked_when_its_own_is_lost
     assert sum(len(engine.copies) for engine in nodes.engines.values()) == 12  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("others, copied", [(("node-1:0", "node-1:1"), "node-1"), ((), "node-0:1")])
+def test_a_copy_goes_to_another_node_and_to_the_same_only_where_there_is_no_other(others: tuple[str, ...], copied: str):
+    names = ("node-0:0", "node-0:1", *others)
+    nodes = Nodes({name: Home(address=f"10.0.0.1:{port}") for port, name in enumerate(names)})
+    home: Any = nodes.engines["node-0:0"]
+    home.conversations = {number: snapshot(number) for number in range(8)}
+    replicate(nodes, *((number, "node-0:0") for number in range(8)))
+    told: dict[str, int] = {name: len(engine.copies) for name, engine in nodes.engines.items()}  # type: ignore[attr-defined]
+    assert sum(told.values()) == 8 == sum(num for name, num in told.items() if name.startswith(copied))
+
+
 def test_several_turns_of_a_conversation_are_copied_at_once():
     nodes = homes(2)
     replicate(nodes, (1, "node-0"), (1, "node-0"), (1, "node-1"))
