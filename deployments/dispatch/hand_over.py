@@ -100,12 +100,14 @@ class HandOver:
         while True:
             try:
                 found = [one for one in running_nodes(self._engines) or () if node_of(one.node_id) == node_id]
-                new = [one for one in found if one.replica_id not in warmed]
-                warmed = {one.replica_id for one in found} or warmed
-                for one in new:
-                    await self._warm_up(one.node_id)
+                if found:
+                    warmed &= {one.replica_id for one in found}
+                for one in found:
+                    if one.replica_id not in warmed:
+                        warmed.add(one.replica_id)  # also if it fails: the others are warmed at the next look
+                        await self._warm_up(one.node_id)
             except Exception:
-                log.exception("the engine of this node could not be warmed")
+                log.exception("an engine of this node could not be warmed")
             await asyncio.sleep(LOOK_S)
 
     async def _warm_up(self, node_id: str) -> None:

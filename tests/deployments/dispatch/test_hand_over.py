@@ -172,6 +172,34 @@ def test_an_engine_that_is_replaced_is_warmed_again(monkeypatch):
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
 
 
+def test_both_engines_of_a_node_are_warmed_also_if_the_first_fails(monkeypatch):
+    nodes = Nodes({"node-0": Engine([shared(1, 1.0)]), "node-1:0": Engine(), "node-1:1": Engine()})
+    warm(nodes, "node-1", monkeypatch)
+    assert [len(nodes.engines[f"node-1:{number}"].warmed) for number in (0, 1)] == [1, 1]
+    failing, second = Engine(), Engine()
+    monkeypatch.setattr(failing, "warm_up", None)
+    nodes = Nodes({"node-0": Engine([shared(1, 1.0)]), "node-1:0": failing, "node-1:1": second})
+    warm(nodes, "node-1", monkeypatch)
+    assert len(second.warmed) == 1
+
+
+def test_engines_that_leave_together_hand_over_to_those_of_other_nodes():
+    first, second = MANY[:15], MANY[15:]
+    names = {"node-0:0": Engine(first, address="10.0.0.9:7"), "node-0:1": Engine(second, address="10.0.0.9:8")}
+    nodes = Nodes({**names, "node-1:0": Engine(), "node-1:1": Engine()})
+    taken = asyncio.run(asyncio.wait_for(nodes.hand_over.leave(list(names), 60.0), LIMIT_S))
+    assert (taken.num_offered, taken.num_taken, taken.refused) == (30, 30, {})
+    assert not names["node-0:0"].taken and not names["node-0:1"].taken
+    got = [
+        (address, one)
+        for name in ("node-1:0", "node-1:1")
+        for address, each, _ in nodes.engines[name].taken
+        for one in each
+    ]
+    assert sorted(one.digest for _, one in got) == sorted(one.digest for one in MANY)
+    assert {address for address, one in got if one in first} == {"10.0.0.9:7"}
+
+
 def test_a_node_that_shares_nothing_is_not_warmed(monkeypatch):
     own = Engine(address="")
     nodes = Nodes({"node-0": Engine([shared(1, 1.0)]), "node-1": own})
