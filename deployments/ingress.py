@@ -47,7 +47,7 @@ from deployments.model_facts import read_model_facts
 from deployments.process import in_replica, replica_info
 from deployments.process import node_id as own_node_id
 from deployments.ray_internals import by_reference, listen_on_node_address
-from deployments.requests import ChatRequest, Embeddings, EmbedRequest, Route, ScoreRequest, Scores
+from deployments.requests import ChatRequest, Embeddings, EmbedRequest, Route, ScoreRequest, Scores, SilentEngine
 from deployments.serve_log import join_serve_log
 from deployments.status.graph_status import STATUS_TIMEOUT_S, GraphStatus
 from deployments.status.node_replicas import NodeReplicas
@@ -333,26 +333,44 @@ class Ingress:
             await self.drain()
 
     async def drain_node(self, node_id: str, deadline_s: float = HAND_OVER_S) -> TakenOver:
-        await self._tell_engines(node_id, is_back=False)
-        return await self.hand_over(node_id, deadline_s)
+        engines = await self._engines_of(node_id)
+        await self._refuse_last(node_id, engines)
+        silent = await self._tell_engines(engines, is_back=False)
+        drained = [engine_id for engine_id in engines if engine_id not in {one.engine_id for one in silent}]
+        moved = await self._client.hand_over.leave(drained, deadline_s, without=engines)
+        _raise_silent(silent, f" Drained: {', '.join(drained)}. {moved}" if drained else "")
+        return moved
 
     async def undo_drain(self, node_id: str) -> None:
-        await self._tell_engines(node_id, is_back=True)
+        engines = await self._engines_of(node_id)
+        if not engines:
+            raise NodeNotFound(node_id)
+        _raise_silent(await self._tell_engines(engines, is_back=True))
 
     async def hand_over(self, node_id: str, deadline_s: float) -> TakenOver:
         """Let the other nodes fetch the snapshots of a drained one, see HandOver.leave."""
         return await self._client.hand_over.leave(await self._engines_of(node_id), deadline_s)
 
-    async def _tell_engines(self, node_id: str, is_back: bool) -> None:
-        engines = await self._engines_of(node_id)
+    async def _refuse_last(self, node_id: str, engines: Sequence[str]) -> None:
+        """Refuse to drain the last engines that take requests. Raises NodeNotFound, Unavailable."""
         if not engines:
             raise NodeNotFound(node_id)
-        if len(engines) == len(await all_engine_ids(self._engines_here)) and not is_back:
+        others = [engine_id for engine_id in await all_engine_ids(self._engines_here) if engine_id not in engines]
+        if not others:
             raise Unavailable("The only node with an engine cannot be drained: stop the server instead.")
+        answers, _ = await self._client.ask_all("is_drained", others)
+        drained = [one.engine_id for one in answers if one.answer]
+        if len(drained) == len(others):
+            raise Unavailable(
+                f"{node_id} cannot be drained: all other engines are drained already ({', '.join(drained)}). Undo one "
+                "of these first, or stop the server."
+            )
+
+    async def _tell_engines(self, engines: Sequence[str], is_back: bool) -> list[SilentEngine]:
+        """Let engines leave or come back; return those that do not confirm it."""
         said = await asyncio.gather(*(self._client.leave(engine_id, is_back) for engine_id in engines))
         self._graph.forget()
-        for silent in filter(None, said):
-            raise Unavailable(f"The engine on node {silent.engine_id} did not confirm it: {silent.reason}.")
+        return [one for one in said if one is not None]
 
     async def _engines_of(self, node_id: str) -> list[str]:
         """Return the ids of a node's engines, or the only one if the id is an engine's; [] if there is none."""
@@ -369,6 +387,18 @@ class Ingress:
             return reason
         self._has_started = not self._media_kinds or await self._graph.has_media_planner()
         return None if self._has_started else "Images cannot be read yet: their planner is being started."
+
+
+def _raise_silent(silent: Sequence[SilentEngine], others: str = "") -> None:
+    """Raise Unavailable if there are engines that did not confirm to leave or to come back.
+
+    Args:
+        silent: The engines.
+        others: Tells what became of the others.
+    """
+    if silent:
+        named = ", ".join(f"{one.engine_id} ({one.reason})" for one in silent)
+        raise Unavailable(f"Engines that did not confirm it: {named}.{others}")
 
 
 def plan_timeout_s(args: AppArgs) -> float:

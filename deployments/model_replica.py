@@ -142,12 +142,16 @@ class ModelReplica:
         Raises:
             EngineFailed: The engine is not ready.
         """
-        log.info("this node is drained: its answers go on elsewhere")
+        log.info("this engine is drained: its answers go on elsewhere")
         return self._answer(await self._engine.move_all())
+
+    async def is_drained(self) -> EngineAnswer[bool]:
+        """Tell whether the engine takes no requests since `leave`."""
+        return self._answer(self._engine.has_left)
 
     async def come_back(self) -> EngineAnswer[None]:
         """Take new requests again after `leave`."""
-        log.info("this node is no longer drained")
+        log.info("this engine is no longer drained")
         return self._answer(self._engine.take_requests())
 
     async def movable_snapshots(

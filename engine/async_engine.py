@@ -370,6 +370,11 @@ class AsyncEngine:
             self._streams[key].end(FinishReason.MOVED)
         await self._thread.call(lambda core: core.move_all())
 
+    @property
+    def has_left(self) -> bool:
+        """Whether new requests are rejected since `move_all`."""
+        return self._has_left
+
     def take_requests(self) -> None:
         """Accept new requests again after `move_all`."""
         self._has_left = False

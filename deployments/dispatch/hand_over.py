@@ -6,7 +6,7 @@ The engines transfer them among each other, see engine/take_over.py.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import reduce
 from operator import add
 from typing import Any
@@ -55,17 +55,18 @@ class HandOver:
         self._placer = placer
         self._ask = ask
 
-    async def leave(self, engine_ids: Sequence[str], timeout_s: float) -> TakenOver:
-        """Hand over what the engines of a drained node know to those of other nodes, the most valuable part first.
+    async def leave(self, engine_ids: Sequence[str], timeout_s: float, without: Iterable[str] = ()) -> TakenOver:
+        """Hand over what drained engines know to others, the most valuable part first.
 
         Args:
-            engine_ids: The engines of the node, which take no requests any more.
+            engine_ids: The engines, which take no requests any more.
             timeout_s: Seconds until the receivers stop.
+            without: Engines that get nothing either.
 
         Returns:
             What they have got; nothing of an engine that shares no snapshots, or does not answer.
         """
-        leaving = (self._leave(one, frozenset(engine_ids), timeout_s) for one in engine_ids)
+        leaving = (self._leave(one, frozenset({*engine_ids, *without}), timeout_s) for one in engine_ids)
         return reduce(add, await asyncio.gather(*leaving), TakenOver())
 
     async def _leave(self, engine_id: str, drained: frozenset[str], timeout_s: float) -> TakenOver:

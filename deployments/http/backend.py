@@ -108,7 +108,8 @@ class Backend(Protocol):
 
         Raises:
             NodeNotFound: No node with this id has an engine.
-            Unavailable: It is the only one, or it does not answer.
+            Unavailable: It is the only one, no other engine takes requests, or engines of it do not answer; those that
+                do are drained.
         """
         ...
 

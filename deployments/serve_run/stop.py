@@ -125,6 +125,7 @@ def drain_this_node(name: str, timeout_s: float) -> None:
         if len([node for node in ray.nodes() if node["Alive"]]) > 1:
             with _telling_of(name):
                 ingresses.drain_node.remote(own, 0.0).result(timeout_s=timeout_s)
+            with _telling_of(name):  # also if one of several engines did not answer
                 moving = ingresses.hand_over.remote(own, max(0.0, deadline - CLOSE_MARGIN_S - time.monotonic()))
         response = ingresses.broadcast("drain_on", own)
         response.results(timeout_s=max(1.0, deadline - time.monotonic()), return_exceptions=True)

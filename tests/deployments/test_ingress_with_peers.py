@@ -16,11 +16,12 @@ from deployments.args import AppArgs
 from deployments.calls.cached_call import CachedCall
 from deployments.http.in_flight import InFlightRequest
 from deployments.ingress import Ingress
-from deployments.requests import ChatRequest
+from deployments.requests import ChatRequest, EngineAnswer
 from deployments.status import graph_status
 from engine.config import EngineConfig
+from engine.placement import TakenOver
 from engine.processing.checkpoint import DEMO_MODEL
-from engine.protocol import Overloaded, Unavailable
+from engine.protocol import EngineFailed, Overloaded, Unavailable
 from tests.deployments import fake_handle
 from tests.deployments.fake_handle import FakeCall, FakeHandle
 
@@ -312,3 +313,63 @@ def test_ingress_drains_when_serve_stops_its_replica(monkeypatch: pytest.MonkeyP
         return here.in_flight.is_draining
 
     assert asyncio.run(go())
+
+
+class Engines(FakeHandle):
+    """Handles of the engines by id; those in `silent` do not answer, those in `drained` take no requests."""
+
+    def __init__(self, silent: Sequence[str] = (), drained: Sequence[str] = ()):
+        self.silent, self.drained = silent, drained
+        self.log: list[tuple[str, str]] = []
+
+    def running(self) -> dict[str, Any]:
+        return fake_handle.running()
+
+    def call(self, *arguments: Any) -> FakeCall:
+        engine_id, method = self.chosen["session_id"].removeprefix("node:"), self.chosen["method_name"]
+        self.log.append((method, engine_id))
+        if engine_id in self.silent:
+            return FakeCall(fake_handle.task_error(EngineFailed("it is loading")))
+        return FakeCall(EngineAnswer(engine_id, "", engine_id in self.drained))
+
+
+async def with_engines(monkeypatch: pytest.MonkeyPatch, engines: Engines, *ids: str) -> tuple[Any, list[Any]]:
+    """Return an ingress before these engines, and the list of its hand-overs."""
+    here, handed = await make_ingress(monkeypatch, Replicas([]), engines), list[Any]()
+
+    async def all_ids(engines_here: int) -> list[str]:
+        return list(ids)
+
+    async def leave(drained: list[str], deadline_s: float, without: Sequence[str]) -> TakenOver:
+        handed.append((drained, list(without)))
+        return TakenOver(3, 2)
+
+    monkeypatch.setattr(ingress, "all_engine_ids", all_ids)
+    monkeypatch.setattr(here._client.hand_over, "leave", leave)
+    return here, handed
+
+
+def test_a_node_with_a_silent_engine_hands_over_what_the_others_have_and_names_it(monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        engines = Engines(silent=["a:1"])
+        here, handed = await with_engines(monkeypatch, engines, "a:0", "a:1", "b")
+        with pytest.raises(Unavailable, match=r"a:1 \(it is loading\)\. Drained: a:0\. .*2 of 3 snapshots"):
+            await here.drain_node("a", 5.0)
+        assert handed == [(["a:0"], ["a:0", "a:1"])] and ("leave", "b") not in engines.log
+        with pytest.raises(Unavailable, match=r"a:1 \(it is loading\)"):
+            await here.undo_drain("a")
+        assert ("come_back", "a:0") in engines.log
+
+    asyncio.run(main())
+
+
+def test_the_last_engine_that_takes_requests_is_not_drained(monkeypatch: pytest.MonkeyPatch):
+    async def main() -> None:
+        here, handed = await with_engines(monkeypatch, Engines(drained=["a:0"]), "a:0", "a:1")
+        with pytest.raises(Unavailable, match=r"a:1 cannot be drained: all other engines .* \(a:0\)"):
+            await here.drain_node("a:1")
+        assert str((await here.drain_node("a:0")).num_taken) == "2" and handed == [(["a:0"], ["a:0"])]
+        with pytest.raises(Unavailable, match="only node"):
+            await here.drain_node("a")
+
+    asyncio.run(main())

@@ -293,7 +293,7 @@ def test_a_machine_whose_answers_cannot_be_moved_still_ends_its_own(
 ):
     ingresses = Leaving(TimeoutError("no answer"))
     leave(monkeypatch, ingresses)
-    assert ingresses.asked == ["result of drain_node", "drain_on"]
+    assert ingresses.asked == ["result of drain_node", "drain_on", "result of hand_over"]
     assert "TimeoutError: no answer" in capsys.readouterr().err
 
 
