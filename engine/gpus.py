@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
@@ -11,6 +12,11 @@ from engine.protocol import EngineFailed
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Variable with the GPUs that a process sees, the first of which MLX uses: numbers or UUIDs, separated by commas."""
+
+NO_GPUS = ("", "NoDevFiles")
+"""Entries of this variable that end the list; schedulers of batch jobs write the second one."""
+
+GPU_NAME = re.compile(r"-?[0-9]+|(GPU|MIG)-[0-9A-Za-z/-]+|NoDevFiles|")
 
 MAX_ENGINES = 16
 """The most engines of one machine."""
@@ -32,21 +38,31 @@ def has_cuda_backend() -> bool:
 def cuda_gpus(device: str) -> tuple[str, ...]:
     """Return the NVIDIA GPUs that engines may use, as CUDA_VISIBLE_DEVICES names them; () on a CPU or a Mac.
 
-    Like CUDA, it ends at the first entry that is no GPU.
+    Like CUDA, it ends at the first number that no GPU has.
 
     Args:
         device: auto, cpu or gpu, as configured.
+
+    Raises:
+        EngineFailed: CUDA_VISIBLE_DEVICES names a GPU twice, or something else than GPUs.
     """
     if device == "cpu" or sys.platform == "darwin" or not has_cuda_backend():
         return ()
     num_gpus = _num_gpus()
     if (visible := os.environ.get(VISIBLE)) is None:
         return tuple(map(str, range(num_gpus)))
+    names = [name.strip() for name in visible.split(",")]
+    if wrong := next((name for name in names if not GPU_NAME.fullmatch(name)), None):
+        raise EngineFailed(f"{VISIBLE} is {visible!r}: {wrong!r} is neither the number nor the UUID of a GPU")
+    found = tuple(takewhile(lambda name: _is_gpu(name, num_gpus), names))
+    if twice := next((name for index, name in enumerate(found) if name in found[:index]), None):
+        raise EngineFailed(f"{VISIBLE} is {visible!r}, which names the GPU {twice} twice. Name each GPU once")
+    return found
 
-    def is_gpu(name: str) -> bool:
-        return 0 <= int(name) < num_gpus if name.lstrip("-").isdigit() else bool(name)
 
-    return tuple(takewhile(is_gpu, (name.strip() for name in visible.split(","))))
+def has_metal(device: str) -> bool:
+    """Tell whether engines use the GPU of a Mac, which is one. device: auto, cpu or gpu, as configured."""
+    return sys.platform == "darwin" and device != "cpu"
 
 
 def num_engines(asked: Literal["all"] | int, device: str) -> int:
@@ -57,19 +73,25 @@ def num_engines(asked: Literal["all"] | int, device: str) -> int:
         device: auto, cpu or gpu, as configured.
 
     Raises:
-        EngineFailed: There are fewer GPUs than engines.
+        EngineFailed: There are fewer GPUs than engines, or see cuda_gpus.
     """
-    num_gpus = len(cuda_gpus(device)) or int(sys.platform == "darwin" and device != "cpu")
+    num_gpus = len(cuda_gpus(device)) or int(has_metal(device))
     if asked == "all":
         return min(max(1, num_gpus), MAX_ENGINES)
-    if 0 < num_gpus < asked:
-        gpus = "one GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+    if asked > max(1, num_gpus) and (num_gpus or device == "gpu"):
+        gpus = {0: "no GPU that MLX can use", 1: "one GPU"}.get(num_gpus, f"{num_gpus} GPUs")
         shown = f" ({VISIBLE} is {os.environ[VISIBLE]!r})" if VISIBLE in os.environ else ""
         raise EngineFailed(
             f"engines_per_node is {asked}, and this machine has {gpus}{shown}: each engine needs a GPU of its own. "
-            f"Set engines_per_node to {num_gpus} or less, or to all"
+            f"Set engines_per_node to {max(1, num_gpus)} or less, or to all"
         )
     return asked
+
+
+def _is_gpu(name: str, num_gpus: int) -> bool:
+    if name in NO_GPUS:
+        return False
+    return 0 <= int(name) < num_gpus if name.lstrip("-").isdigit() else True
 
 
 def _num_gpus() -> int:

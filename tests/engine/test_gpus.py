@@ -24,6 +24,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ("2", ("2",)),
         (" 3, 1", ("3", "1")),
         ("0,7,1", ("0",)),
+        ("1,-1,0", ("1",)),
+        ("NoDevFiles", ()),
         ("GPU-8932f937,GPU-5a1b", ("GPU-8932f937", "GPU-5a1b")),
     ],
 )
@@ -32,6 +34,31 @@ def test_gpus_are_those_that_cuda_shows(machine: pytest.MonkeyPatch, visible: st
         machine.setenv(gpus.VISIBLE, visible)
     assert cuda_gpus("auto") == cuda_gpus("gpu") == expected
     assert cuda_gpus("cpu") == ()
+
+
+@pytest.mark.parametrize(
+    "visible, reason",
+    [
+        ("--1", "'--1' is neither the number nor the UUID of a GPU"),
+        ("0,²", "'²' is neither"),
+        ("0;1", "'0;1' is neither"),
+        ("all", "'all' is neither"),
+        ("0,1,0", "is '0,1,0', which names the GPU 0 twice"),
+    ],
+)
+def test_a_list_that_is_none_of_gpus_is_refused_with_its_value(machine: pytest.MonkeyPatch, visible: str, reason: str):
+    machine.setenv(gpus.VISIBLE, visible)
+    with pytest.raises(EngineFailed, match=f"CUDA_VISIBLE_DEVICES is '{visible}'"):
+        cuda_gpus("auto")
+    with pytest.raises(EngineFailed, match=reason):
+        num_engines("all", "gpu")
+
+
+def test_several_engines_need_gpus_where_the_device_is_a_gpu(machine: pytest.MonkeyPatch):
+    machine.setattr(gpus, "_num_gpus", lambda: 0)
+    assert (num_engines("all", "gpu"), num_engines(1, "gpu"), num_engines(2, "auto")) == (1, 1, 2)
+    with pytest.raises(EngineFailed, match=r"engines_per_node is 2, and this machine has no GPU .* to 1 or less"):
+        num_engines(2, "gpu")
 
 
 def test_a_machine_has_an_engine_per_gpu_or_as_many_as_are_asked_for(machine: pytest.MonkeyPatch):
