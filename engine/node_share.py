@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.gpus import VISIBLE, cuda_gpus
+from engine.gpus import VISIBLE, cuda_gpus, has_metal
 from engine.host_memory import CPU_SHARE, total_bytes
 from engine.protocol import EngineFailed
+
+MAX_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,16 @@ class NodeShare:
             device: auto, cpu or gpu, as configured.
 
         Raises:
-            EngineFailed: There is no GPU for this engine.
+            EngineFailed: There is no GPU for this engine, or the machine is a Mac, whose GPU has one engine.
         """
-        if self.num_engines == 1 or not (gpus := cuda_gpus(device)):
+        if self.num_engines == 1:
+            return
+        if has_metal(device):
+            raise EngineFailed(
+                f"this Mac is to hold {self.num_engines} engines, and its GPU can have one: its Ray node offers as "
+                "much of the resource `mlx`. Start it again with --resources='{\"mlx\": 1}', or set engine.device: cpu"
+            )
+        if not (gpus := cuda_gpus(device)):
             return
         if self.number >= len(gpus):
             raise EngineFailed(
@@ -42,11 +51,15 @@ class NodeShare:
     def of(self, config: EngineConfig, total: Callable[[], int] = total_bytes) -> EngineConfig:
         """Return the configuration of this engine alone.
 
-        Engines on a CPU divide the default of memory.limit_gb, and all divide prefix_cache.disk.max_gb.
+        Engines on a CPU divide the default of memory.limit_gb, and all divide prefix_cache.disk.max_gb. The first one
+        has the folder of prefix_cache.disk.path, so that it finds the snapshots of a machine that had one engine.
 
         Args:
             config: That of all engines.
             total: Returns the bytes of the machine's memory.
+
+        Raises:
+            EngineFailed: There is no port for this engine above prefix_cache.fetch_port.
         """
         if self.num_engines == 1:
             return config
@@ -56,9 +69,17 @@ class NodeShare:
             changes["memory"] = config.memory.model_copy(update={"limit_gb": limit_gb})
         cache = config.prefix_cache
         if cache.disk is not None:
-            path = Path(cache.disk.path) / f"engine-{self.number}"
+            path = Path(cache.disk.path) / f"engine-{self.number}" if self.number else cache.disk.path
             disk = {"path": str(path), "max_gb": cache.disk.max_gb / self.num_engines}
-            port = cache.fetch_port and cache.fetch_port + self.number
-            own = {"disk": cache.disk.model_copy(update=disk), "fetch_port": port}
+            own = {"disk": cache.disk.model_copy(update=disk), "fetch_port": self._port(cache.fetch_port)}
             changes["prefix_cache"] = cache.model_copy(update=own)
         return config.model_copy(update=changes)
+
+    def _port(self, first: int) -> int:
+        """Return the port of this engine; 0: any free one. first: prefix_cache.fetch_port. Raises EngineFailed."""
+        if first and (port := first + self.number) > MAX_PORT:
+            raise EngineFailed(
+                f"prefix_cache.fetch_port is {first}, and engine {self.number} of this machine would have the port "
+                f"{port}, above {MAX_PORT}. Set it to {MAX_PORT - self.num_engines + 1} or less"
+            )
+        return first and first + self.number

