@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 import ray
 
 from deployments import policy_state
+from engine.gpus import MAX_ENGINES
 
 Resource = Literal["mlx", "mlx_scorer"]
 """`mlx`: the node holds as many engines. `mlx_scorer`: the node holds a scorer for sparse prefill."""
@@ -30,7 +31,7 @@ def nodes_offering(resource: Resource) -> list[str]:
 
 
 def engines_by_node(num_without_resources: int) -> dict[str, int]:
-    """Return the number of engines of each living node that holds any: as many as it offers of `mlx`.
+    """Return the number of engines of each living node that holds any: as much as it offers of `mlx`, at most 16.
 
     Args:
         num_without_resources: Number of engines of the head node in a cluster without any of these resources.
@@ -38,7 +39,8 @@ def engines_by_node(num_without_resources: int) -> dict[str, int]:
     nodes = _living_nodes()
     if _offer_nothing(nodes):
         return {node["NodeID"]: num_without_resources for node in nodes if HEAD_NODE in node["Resources"]}
-    return {node["NodeID"]: int(num) for node in nodes if (num := node["Resources"].get("mlx", 0)) >= 1}
+    offered = {node["NodeID"]: int(node["Resources"].get("mlx", 0)) for node in nodes}
+    return {node_id: min(num, MAX_ENGINES) for node_id, num in offered.items() if num}
 
 
 def offers_nothing() -> bool:

@@ -69,6 +69,11 @@ def test_engines_are_counted_by_the_resource_of_each_node(cluster: list):
     assert OnePerOfferingNode("mlx", engines=7)(Context()) == (3, {})
 
 
+def test_a_node_that_offers_more_than_the_most_engines_has_the_most(cluster: list):
+    cluster += [node("a", mlx=64), node("b", mlx=0.5)]
+    assert engines_by_node(1) == {"a": 16}
+
+
 def test_a_cluster_without_resources_has_the_engines_of_its_head(cluster: list):
     cluster += [{**node("a"), "Resources": {"CPU": 2, autoscaling.HEAD_NODE: 1}}]
     assert engines_by_node(2) == {"a": 2}
