@@ -18,6 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from deployments.args import AppArgs
+from engine.gpus import VISIBLE
 
 APP = "deployments.app:build_app"
 DEPLOYMENTS = ("Ingress", "TextMTP", "MLLM", "ModelReplica", "SpecPrefillScorer")
@@ -285,6 +286,7 @@ def _application_mistakes(application: dict[str, Any], path: str) -> Iterator[st
     yield from _logging_mistakes(application, path + ".")
     if "route_prefix" in application and not isinstance(application["route_prefix"], str):
         yield f"{path}.route_prefix: expected a path such as /, found {_kind(application['route_prefix'])}"
+    yield from _gpu_mistakes(application.get("runtime_env"), path)
     args = application.get("args", {})
     if not isinstance(args, dict):
         yield f"args: expected keys such as `engine`, found {_kind(args)}"
@@ -304,6 +306,17 @@ def _application_mistakes(application: dict[str, Any], path: str) -> Iterator[st
             if name in seen:
                 yield f"deployments.{name}: is listed twice"
             seen.add(name)
+
+
+def _gpu_mistakes(runtime_env: Any, path: str) -> Iterator[str]:
+    """Yield the mistake of GPUs that only the replicas would see, but not what counts and checks them at the start."""
+    variables = runtime_env.get("env_vars") if isinstance(runtime_env, dict) else None
+    if isinstance(variables, dict) and VISIBLE in variables:
+        yield (
+            f"{path}.runtime_env.env_vars.{VISIBLE}: may not be set: it is {variables[VISIBLE]!r}, but engines are "
+            "counted, and their GPUs checked, by the environment of the server; set the variable there, and where "
+            "`ray start` or `orchard join` runs on other nodes"
+        )
 
 
 def _deployment_mistakes(deployment: Any, args: dict[str, Any]) -> Iterator[str]:

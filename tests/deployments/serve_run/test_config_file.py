@@ -121,6 +121,10 @@ BAD = {
         ["http_options.request_timeout_s: may not be set: it would also abort answers"],
     ),
     "app host": (text("host: 127.0.0.1"), ["application.host: may not be set: belongs to the section http_options"]),
+    "visible GPUs": (
+        text("runtime_env: {env_vars: {CUDA_VISIBLE_DEVICES: '1,2'}}"),
+        ["application.runtime_env.env_vars.CUDA_VISIBLE_DEVICES: may not be set: it is '1,2', but engines are counted"],
+    ),
     "autoscaling_policy": (text("autoscaling_policy: {}"), ["application.autoscaling_policy: may not be set"]),
     "target_capacity": (text(top="target_capacity: 50"), ["target_capacity: may not be set"]),
     "grpc_options": (text(top="grpc_options: {port: 1}"), ["grpc_options: may not be set: it has no effect"]),
