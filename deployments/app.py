@@ -105,9 +105,10 @@ def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None
         overrides: Deployment name to options that replace the ones set here.
 
     Raises:
-        EngineFailed: No node offers a resource, there are fewer GPUs than engines, the model does not exist, an option
-            has no effect with this model, no request could match a pinned prompt, a cluster of several nodes runs
-            without Ray's token authentication, or this version of Ray lacks an internal name that the replicas use.
+        EngineFailed: No node offers a resource, one offers another number of engines than engines_per_node, there are
+            fewer GPUs than engines, the model does not exist, an option has no effect with this model, no request could
+            match a pinned prompt, a cluster of several nodes runs without Ray's token authentication, or this version
+            of Ray lacks an internal name that the replicas use.
     """
     check_ray()
     overrides = overrides or {}
@@ -115,7 +116,9 @@ def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None
     _check_pinned(args)
     num_scorers = _check_scorer_nodes(args.spec_prefill) if args.resolved().spec_prefill.enabled else 0
     here = args.engines_here() if _is_plain() else 1
-    num_engines = sum(engines_by_node(here).values()) if ray.is_initialized() else 1
+    by_node = engines_by_node(here) if ray.is_initialized() else {"": 1}
+    _check_offers(args, by_node)
+    num_engines = sum(by_node.values())
     options = graph_options(args, overrides, num_nodes, num_scorers, EngineCount(num_engines, here))
     shown, args = _shown(args), args.resolved()
     scorer = None
@@ -211,6 +214,25 @@ def _check_cluster(args: AppArgs) -> int:
     if _is_among(nodes):
         check_model(args)
     return len(nodes)
+
+
+def _check_offers(args: AppArgs, by_node: Mapping[str, int]) -> None:
+    """Raise EngineFailed if a node holds another number of engines than the option asks for.
+
+    Args:
+        args: The arguments.
+        by_node: Engines by node.
+    """
+    asked = args.engines_per_node
+    if asked == "all" or not ray.is_initialized():
+        return
+    for node, offered in by_node.items():
+        if offered != asked:
+            raise EngineFailed(
+                f"engines_per_node is {asked}, but node {node} offers {offered} of the resource 'mlx', which is the "
+                "number of its engines. Start Ray there again with: "
+                f"""ray start --resources='{{"mlx": {asked}}}' ..., or set engines_per_node: all"""
+            )
 
 
 def _check_scorer_nodes(config: SpecPrefillConfig) -> int:

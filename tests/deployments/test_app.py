@@ -345,6 +345,16 @@ def test_only_node_of_a_cluster_without_resources_has_as_many_engines_as_are_ask
     assert deployments["ModelReplica"].init_args[-1] == deployments["Ingress"].init_args[-1] == 3
 
 
+def test_nodes_that_offer_another_number_of_engines_than_is_asked_for_are_refused(monkeypatch: pytest.MonkeyPatch):
+    fake_cluster(monkeypatch, ["a", "b"])
+    build_app(AppArgs(engines_per_node=1))
+    monkeypatch.setattr(app, "engines_by_node", lambda here: {"a": 2, "b": 4})
+    build_app(AppArgs())
+    reason = refusal(AppArgs(engines_per_node=2))
+    assert "engines_per_node is 2, but node b offers 4 of the resource 'mlx'" in reason
+    assert """ray start --resources='{"mlx": 2}'""" in reason
+
+
 @pytest.mark.parametrize("num", range(1, MAX_ENGINES + 1))
 def test_node_fits_as_many_engines_as_it_offers_of_the_resource(num: int):
     assert num * ENGINE_SHARE + 3 * SMALL_SHARE <= num < (num + 1) * ENGINE_SHARE
