@@ -47,9 +47,11 @@ def show_nodes(engines: list[dict[str, Any]]) -> None:
     console().print(table(columns, rows))
 
 
-def node_ids(server: Connection) -> list[str]:
-    """Return the ids of the nodes that have an engine."""
-    return list(dict.fromkeys(str(engine["node_id"]) for engine in server.status()["engines"]))
+def engine_and_node_ids(server: Connection) -> list[str]:
+    """Return the ids of the engines and of their nodes, which are the same where a node has one engine."""
+    engines = server.status()["engines"]
+    ids = [str(engine[key]) for key in ("node_id", "engine_id") for engine in engines if engine.get(key)]
+    return list(dict.fromkeys(ids))
 
 
 def _rows(engines: list[dict[str, Any]]) -> Iterator[list[object]]:
