@@ -175,6 +175,7 @@ MEMORY_METRICS = (
         "bytes",
         "Memory of the machine.",
         engine_value(lambda engine: engine.total_bytes),
+        is_of_machine=True,
     ),
     Metric(
         "orchard:machine_memory_available_bytes",
@@ -182,6 +183,7 @@ MEMORY_METRICS = (
         "bytes",
         "Memory of the machine that processes can still take.",
         engine_value(lambda engine: engine.available_bytes),
+        is_of_machine=True,
     ),
 )
 

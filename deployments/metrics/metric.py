@@ -34,6 +34,8 @@ class Metric:
     """Their values are bounded: never a prompt, an id or an address."""
     is_of_engine: bool = True
     """Whether each engine of a node has one."""
+    is_of_machine: bool = False
+    """Whether the engines of a node have the same value, so that only its first engine shows it."""
     of_choice: Callable[[RowTimeline], float | None] | None = None
     """The value that a choice which has ended adds to a histogram, None for no value; None if its timeline does not
     tell."""

@@ -29,7 +29,8 @@ def common_values(metric: Metric, node: NodeFigures) -> tuple[str, ...]:
 
 
 def _lines(metric: Metric, nodes: Sequence[NodeFigures]) -> Iterable[str]:
-    samples = [(common_values(metric, node), values, value) for node in nodes for values, value in metric.read(node)]
+    shown = nodes[:1] if metric.is_of_machine else nodes
+    samples = [(common_values(metric, node), values, value) for node in shown for values, value in metric.read(node)]
     if not samples:
         return
     name = f"{metric.name}_total" if metric.kind == "counter" else metric.name

@@ -65,7 +65,8 @@ class RayMirror:
             ended: The choices that have ended since the last update.
         """
         node = NodeFigures(model=self._model, engine=figures, engine_number=self._engine_number)
-        for metric in self._metrics:
+        is_first = self._engine_number == "0"
+        for metric in (one for one in self._metrics if is_first or not one.is_of_machine):
             for values, value in metric.read(node):
                 tags = dict(zip(_tag_keys(metric), (*common_values(metric, node), *values), strict=True))
                 if isinstance(value, Histogram):

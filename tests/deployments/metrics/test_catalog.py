@@ -121,3 +121,15 @@ def test_histograms_are_cumulative():
 def test_memory_of_rows_is_a_share_of_all_that_rows_could_have(accounts: dict[str, int], share: float):
     status = EngineStatus(state="ready", model="x", load_progress=1.0, admission=ACCOUNTS | accounts)
     assert row_memory_share(EngineFigures(status=status)) == share
+
+
+def test_a_node_with_two_engines_shows_each_series_once_and_the_machine_by_the_first():
+    first, other = full_node(), replace(NodeFigures(model="demo", engine=full_node().engine), engine_number="1")
+    lines = text_of(METRICS, first, [other]).decode().splitlines()
+    series = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
+    assert len(series) == len(set(series))
+    assert len([line for line in lines if line.startswith("# TYPE")]) == len(METRICS)
+    ready = [line for line in series if line.startswith("orchard:engine_ready")]
+    assert len(ready) == 2 and 'engine="0"' in ready[0] and 'engine="1"' in ready[1]
+    machine = [line for line in series if line.startswith("orchard:machine_memory")]
+    assert len(machine) == 2 and all('engine="0"' in line for line in machine)
