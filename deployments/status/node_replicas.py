@@ -62,7 +62,7 @@ class NodeReplicas:
         engines, others = await asyncio.gather(self._engine_figures.get(), self._other_figures.get())
         if not engines:
             return others, []
-        first, *more = sorted(engines, key=lambda one: one.engine_number)
+        first, *more = sorted(engines, key=lambda one: int(one.engine_number))
         return replace(others, engine=first.engine, engine_number=first.engine_number), more
 
     async def _ask_engines(self) -> list[NodeFigures]:
@@ -73,7 +73,7 @@ class NodeReplicas:
         else:
             said = await asyncio.gather(*(self._ask_one(engine.node_id) for engine in near))
         return [
-            NodeFigures(model=self._model, engine=one["figures"], engine_number=number_of(one["engine_id"]))
+            NodeFigures(model=self._model, engine=one["figures"], engine_number=number_of(one.get("engine_id", "")))
             for one in said
             if one is not None
         ]
