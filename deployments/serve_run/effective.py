@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from deployments.args import AppArgs
 from deployments.http.config import HttpConfig
 from deployments.serve_run.config_file import OrchardConfig, is_loopback
+from engine.protocol import EngineFailed
 
 HIDDEN = ("api_keys", "pinned")
 """Fields shown as a number of entries: hashes of keys, and prompts."""
@@ -68,7 +69,7 @@ def _keys(http: HttpConfig) -> str:
 def _lines_of_args(args: AppArgs) -> Iterator[tuple[str, str]]:
     engine = args.engine
     yield "model", f"{engine.model}, served as {args.model_name!r}; device {engine.device}, dtype {engine.dtype}"
-    yield "engines", "one per GPU" if args.engines_per_node == "all" else f"{args.engines_per_node} per node"
+    yield "engines", _engines_line(args)
     if engine.model == "demo":
         yield "", "a toy model for trying out; `orchard serve smollm2` serves a small real one"
     yield "spec_prefill", sparse_prefill_line(args)
@@ -76,6 +77,14 @@ def _lines_of_args(args: AppArgs) -> Iterator[tuple[str, str]]:
     yield "stopping", f"running requests get up to {args.drain_timeout_s:g} s to finish"
     changed = [f"{name}={value}" for name, value in _changed(args) if name not in ("engine.model",)]
     yield "changed", ", ".join(changed) or "none: every other option has its default"
+
+
+def _engines_line(args: AppArgs) -> str:
+    try:
+        num = args.engines_here()
+    except EngineFailed as error:  # the start is refused with it later
+        return str(error)
+    return f"{num} on this machine{', one per GPU' if num > 1 and args.engines_per_node == 'all' else ''}"
 
 
 def _prefix_cache_line(args: AppArgs) -> str:
