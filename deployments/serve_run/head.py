@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +199,7 @@ class Head:
     def _node_options(self, store: StoreProcess) -> NodeOptions:
         return NodeOptions(
             self._host,
-            {} if self.is_beside else self._resources(),
+            {} if self.is_beside else self._resources,
             BESIDE_STORE_BYTES if self.is_beside else self._object_store_bytes,
             dashboard=self._dashboard,
             is_beside=self.is_beside,
@@ -302,6 +302,7 @@ class Head:
             f"The token gives the right to run code on every machine of the cluster.{where}{plain}"
         )
 
+    @cached_property
     def _resources(self) -> dict[str, float]:
         scorer = {"mlx_scorer": 1.0} if self._config.args.resolved().spec_prefill.enabled else {}
         return {"mlx": float(self._config.args.engines_here()), **scorer}
@@ -315,7 +316,7 @@ class Head:
             "facts": facts.as_json(),
             "gcs": self.address,
             "url": url_of(self._config),
-            "resources": self._resources(),
+            "resources": self._resources,
             "engines_per_node": self._config.args.engines_per_node,
             "device": self._config.args.engine.device,
             "term": self.headship.term,
