@@ -25,7 +25,15 @@ from engine.config import EngineConfig
 from engine.placement import MovableSnapshot, Question, Quote, TakenOver
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.fingerprint import checkpoint_fingerprint
-from engine.protocol import CacheCleared, CachedPrefix, CacheStatus, EngineRequest, TokenChunk, Unavailable
+from engine.protocol import (
+    CacheCleared,
+    CachedPrefix,
+    CacheStatus,
+    EngineFailed,
+    EngineRequest,
+    TokenChunk,
+    Unavailable,
+)
 from engine.timeline import RowTimeline
 
 log = logging.getLogger("ray.serve")
@@ -68,11 +76,16 @@ class ModelReplica:
         share, self._number = await claim_share(engines_here)
         self._engine_id = engine_ids(node_id(), share.num_engines)[share.number]
         share.take_gpu(config.device)
-        config = share.of(config)
+        config, of_all = share.of(config), config
         from engine.async_engine import AsyncEngine  # imports MLX, which no other process of the graph may load
 
         self._engine = AsyncEngine(config, sharing=sharing_of(config, is_alone=share.num_engines == 1))
-        await self._engine.wait_ready()
+        try:
+            await self._engine.wait_ready()
+        except EngineFailed as error:
+            if (reason := share.explained(str(error), of_all)) == str(error):
+                raise
+            raise EngineFailed(reason) from error
         model_dir = await asyncio.to_thread(resolve_checkpoint, config.model, config.revision, weights=False)
         self._checkpoint = await asyncio.to_thread(checkpoint_fingerprint, model_dir)
         log.info("%s is loaded", config.model)

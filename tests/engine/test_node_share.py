@@ -66,3 +66,13 @@ def test_a_mac_whose_node_offers_several_engines_is_refused_unless_they_use_the_
     NodeShare(0, 2).take_gpu("cpu")
     with pytest.raises(EngineFailed, match=r"this Mac is to hold 2 engines, and its GPU can have one"):
         NodeShare(0, 2).take_gpu("auto")
+
+
+def test_a_refusal_by_the_default_of_the_memory_says_that_it_is_a_share():
+    reason = "the limit is 5 bytes (memory.limit_gb)"
+    named = EngineConfig.model_validate({"memory": {"limit_gb": 3}})
+    assert (
+        NodeShare(1, 4).explained(reason, EngineConfig()).endswith("each of 4 engines here has a share of the memory)")
+    )
+    assert NodeShare(1, 4).explained(reason, named) == reason == NodeShare().explained(reason, EngineConfig())
+    assert NodeShare(1, 4).explained("no such file", EngineConfig()) == "no such file"
