@@ -1,14 +1,21 @@
 """`orchard join` and `orchard leave` up to the start of Ray; the whole way is in tests/cluster/test_head.py."""
 
+import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deployments.cluster.facts import read_facts
+from deployments.cluster.folder import ClusterFolder
+from deployments.cluster.join_client import HeadAnswer
 from deployments.cluster.join_server import JoinServer
+from deployments.commands import join
+from deployments.commands.member_process import MemberSettings
+from engine import gpus
 from engine.process_lock import ProcessLock
 from tests.deployments.commands.conftest import Orchard
 
@@ -63,6 +70,26 @@ def test_what_is_missing_for_a_comparison_is_named(orchard: Orchard, head: str):
     assert status == 1 and "the token is not that of this cluster" in noted
     status, _, noted = orchard("join", head, "--token", TOKEN, "--interface", "none0")
     assert status == 1 and "--interface is 'none0'" in noted
+
+
+@pytest.mark.parametrize("asked, offered", [("all", 4.0), (2, 2.0)])
+def test_a_machine_that_joins_offers_as_many_engines_as_it_has_gpus_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: Any, offered: float
+):
+    started: list[MemberSettings] = []
+    monkeypatch.setattr(gpus.sys, "platform", "linux")
+    monkeypatch.setattr(gpus, "has_cuda_backend", lambda: True)
+    monkeypatch.setattr(gpus, "_num_gpus", lambda: 4)
+    monkeypatch.delenv(gpus.VISIBLE, raising=False)
+    monkeypatch.setattr(join, "start_agent", lambda settings, folder: started.append(settings))
+    monkeypatch.setattr(join, "_await_ray", lambda agent, folder: None)
+    resources = {"mlx": 1.0, "mlx_scorer": 1.0}
+    answer = HeadAnswer(read_facts([]), "a:1", "http://a", resources, asked, "auto", "10.0.0.2", "10.0.0.2", 0.0, 1)
+    options = argparse.Namespace(head="10.0.0.1", object_store_mib=100, alone_after=None)
+    folder = ClusterFolder(tmp_path / "cluster")
+    folder.make()
+    join._start(folder, answer, "10.0.0.2", options)
+    assert started[0].resources == {"mlx": offered, "mlx_scorer": 1.0}
 
 
 def test_a_machine_without_a_cluster_cannot_leave_one(orchard: Orchard):
