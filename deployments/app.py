@@ -76,7 +76,7 @@ class EngineCount(NamedTuple):
     """How many engines there are."""
 
     total: int = 1
-    without_resources: int = 1
+    num_without_resources: int = 1
     """Those of the only node of a cluster whose nodes offer no resources."""
 
 
@@ -95,7 +95,7 @@ def build_app(args: AppArgs) -> Application:
 
 
 def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None = None) -> Application:
-    """Bind the graph: one replica of each deployment, but all engines, per node that offers `mlx`.
+    """Bind the graph: on each node that offers `mlx` as many engines as it offers, else one replica per deployment.
 
     It follows nodes that join and leave. With sparse prefill each node that offers `mlx_scorer` has a scorer. The only
     node of a cluster without resources counts as one that offers both.
@@ -115,21 +115,21 @@ def build_graph(args: AppArgs, overrides: Mapping[str, Mapping[str, Any]] | None
     num_nodes = _check_cluster(args)
     _check_pinned(args)
     num_scorers = _check_scorer_nodes(args.spec_prefill) if args.resolved().spec_prefill.enabled else 0
-    here = args.engines_here() if _is_plain() else 1
-    by_node = engines_by_node(here) if ray.is_initialized() else {"": 1}
+    num_without_resources = args.engines_here() if _is_plain() else 1
+    by_node = engines_by_node(num_without_resources) if ray.is_initialized() else {"": 1}
     _check_offers(args, by_node)
     num_engines = sum(by_node.values())
-    options = graph_options(args, overrides, num_nodes, num_scorers, EngineCount(num_engines, here))
+    options = graph_options(args, overrides, num_nodes, num_scorers, EngineCount(num_engines, num_without_resources))
     shown, args = _shown(args), args.resolved()
     scorer = None
     if args.spec_prefill.enabled:
         scorer = SpecPrefillScorer.options(**options["SpecPrefillScorer"]).bind(args.spec_prefill, args.engine)
     engine = ModelReplica.options(**options["ModelReplica"]).bind(
-        args.engine, args.drain_timeout_s + ENGINE_MARGIN_S, args.model_name, here
+        args.engine, args.drain_timeout_s + ENGINE_MARGIN_S, args.model_name, num_without_resources
     )
     text = TextMTP.options(**options["TextMTP"]).bind(args, engine, scorer)
     mllm = MLLM.options(**options["MLLM"]).bind(args, engine, scorer)
-    return Ingress.options(**options["Ingress"]).bind(args, shown, engine, text, mllm, scorer, here)
+    return Ingress.options(**options["Ingress"]).bind(args, shown, engine, text, mllm, scorer, num_without_resources)
 
 
 def graph_options(
@@ -316,8 +316,8 @@ def _all_engines(engines: EngineCount) -> dict[str, Any]:
     """Return options for as many replicas as there are engines, see autoscaling.engines_by_node."""
     options = _one_per_node("mlx", ENGINE_SHARE, engines.total)
     options["autoscaling_config"]["max_replicas"] = MAX_NODES * MAX_ENGINES
-    options["autoscaling_config"]["policy"]["policy_kwargs"]["engines"] = engines.without_resources
-    return options | {"max_replicas_per_node": engines.without_resources if _is_plain() else MAX_ENGINES}
+    options["autoscaling_config"]["policy"]["policy_kwargs"]["num_without_resources"] = engines.num_without_resources
+    return options | {"max_replicas_per_node": engines.num_without_resources if _is_plain() else MAX_ENGINES}
 
 
 def _is_plain() -> bool:

@@ -68,17 +68,19 @@ class OnePerOfferingNode:
     scorer, which therefore does not compete for CPU with the start of those that it needs.
     """
 
-    def __init__(self, resource: Resource, waits_for: str | None = None, engines: int | None = None) -> None:
+    def __init__(
+        self, resource: Resource, waits_for: str | None = None, num_without_resources: int | None = None
+    ) -> None:
         """Create the policy of one deployment.
 
         Args:
             resource: Resource that a node must offer.
             waits_for: Name of a deployment of the same application that must start first; None: none.
-            engines: Of the engines' deployment, see engines_by_node; None: one replica per node.
+            num_without_resources: Of the engines' deployment, see engines_by_node; None: one replica per node.
         """
         self._resource: Resource = resource
         self._waits_for = waits_for
-        self._engines = engines
+        self._num_without_resources = num_without_resources
         self._num_replicas = 1
         self._counted_at = float("-inf")
 
@@ -95,6 +97,6 @@ class OnePerOfferingNode:
         return self._num_replicas, {}
 
     def _count(self) -> int:
-        if self._engines is None:
+        if self._num_without_resources is None:
             return len(nodes_offering(self._resource))
-        return sum(engines_by_node(self._engines).values())
+        return sum(engines_by_node(self._num_without_resources).values())

@@ -82,7 +82,7 @@ class Ingress:
         text: DeploymentHandle,
         mllm: DeploymentHandle,
         scorer: DeploymentHandle | None = None,
-        engines_here: int = 1,
+        num_without_resources: int = 1,
     ):
         """Connect to the graph.
 
@@ -93,13 +93,13 @@ class Ingress:
             text: Handle of the planners of text requests.
             mllm: Handle of the planners of requests with images.
             scorer: Handle of the scorers; None without sparse prefill.
-            engines_here: Engines of the only node of a cluster without resources.
+            num_without_resources: Engines of the only node of a cluster without resources.
         """
         listen_on_node_address()
         join_serve_log()
         config, http = args.engine, args.http
         self.model_name = args.model_name
-        self._engines_here = engines_here
+        self._num_without_resources = num_without_resources
         self.in_flight = InFlight(
             lambda: max(1, self._client.nodes.num) * (config.max_running + config.max_queue),
             config.max_running,
@@ -321,11 +321,13 @@ class Ingress:
         return text_of(METRICS, replace(node, ingress=ingress), more)
 
     async def cache_status(self) -> dict[str, Any]:
-        answers, missing = await self._client.ask_all("cache_status", await all_engine_ids(self._engines_here))
+        answers, missing = await self._client.ask_all("cache_status", await all_engine_ids(self._num_without_resources))
         return cache_body(answers, missing, self._tokenizer.token_bytes)
 
     async def clear_cache(self) -> dict[str, Any]:
-        return cleared_body(*await self._client.ask_all("clear_cache", await all_engine_ids(self._engines_here)))
+        return cleared_body(
+            *await self._client.ask_all("clear_cache", await all_engine_ids(self._num_without_resources))
+        )
 
     async def drain_on(self, node_id: str) -> None:
         """Drain this ingress if it is on the node, whose machine is about to leave; the others go on."""
@@ -355,7 +357,9 @@ class Ingress:
         """Refuse to drain the last engines that take requests. Raises NodeNotFound, Unavailable."""
         if not engines:
             raise NodeNotFound(node_id)
-        others = [engine_id for engine_id in await all_engine_ids(self._engines_here) if engine_id not in engines]
+        others = [
+            engine_id for engine_id in await all_engine_ids(self._num_without_resources) if engine_id not in engines
+        ]
         if not others:
             raise Unavailable("The only node with an engine cannot be drained: stop the server instead.")
         answers, _ = await self._client.ask_all("is_drained", others)
@@ -374,7 +378,7 @@ class Ingress:
 
     async def _engines_of(self, node_id: str) -> list[str]:
         """Return the ids of a node's engines, or the only one if the id is an engine's; [] if there is none."""
-        return [one for one in await all_engine_ids(self._engines_here) if node_id in (one, node_of(one))]
+        return [one for one in await all_engine_ids(self._num_without_resources) if node_id in (one, node_of(one))]
 
     async def not_ready(self) -> str | None:
         if self.in_flight.is_draining:
@@ -426,13 +430,13 @@ def own_deployment() -> DeploymentHandle | None:
     return handle.options(method_name="status_here")  # connects the handle before the first call
 
 
-async def all_engine_ids(engines_here: int) -> list[str]:
+async def all_engine_ids(num_without_resources: int) -> list[str]:
     """Return the ids of all engines, also while they are starting; [''] without Ray.
 
     Args:
-        engines_here: Engines of the only node of a cluster without resources.
+        num_without_resources: Engines of the only node of a cluster without resources.
     """
     if not ray.is_initialized():
         return [""]
-    nodes = await asyncio.to_thread(engines_by_node, engines_here)
+    nodes = await asyncio.to_thread(engines_by_node, num_without_resources)
     return [engine_id for node_id, num in nodes.items() for engine_id in engine_ids(node_id, num)]

@@ -191,7 +191,7 @@ def test_scorer_deployment_places_a_replica_on_each_node_with_its_resource(monke
     engine = deployments["ModelReplica"]
     for deployment, num_nodes, resource, more in (
         (scorer, 0, "mlx_scorer", {"waits_for": "ModelReplica"}),
-        (engine, 3, "mlx", {"waits_for": None, "engines": 1}),
+        (engine, 3, "mlx", {"waits_for": None, "num_without_resources": 1}),
     ):
         autoscaling = deployment._deployment_config.autoscaling_config
         assert autoscaling.initial_replicas == num_nodes

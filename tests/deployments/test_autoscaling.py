@@ -66,7 +66,7 @@ def test_number_of_replicas_is_the_number_of_offering_nodes_and_at_least_one(clu
 def test_engines_are_counted_by_the_resource_of_each_node(cluster: list):
     cluster += [node("a", mlx=2), node("b", mlx=1), node("c", mlx_scorer=1), node("d", alive=False, mlx=4)]
     assert engines_by_node(7) == {"a": 2, "b": 1}
-    assert OnePerOfferingNode("mlx", engines=7)(Context()) == (3, {})
+    assert OnePerOfferingNode("mlx", num_without_resources=7)(Context()) == (3, {})
 
 
 def test_a_node_that_offers_more_than_the_most_engines_has_the_most(cluster: list):
@@ -77,7 +77,7 @@ def test_a_node_that_offers_more_than_the_most_engines_has_the_most(cluster: lis
 def test_a_cluster_without_resources_has_the_engines_of_its_head(cluster: list):
     cluster += [{**node("a"), "Resources": {"CPU": 2, autoscaling.HEAD_NODE: 1}}]
     assert engines_by_node(2) == {"a": 2}
-    assert OnePerOfferingNode("mlx", engines=2)(Context()) == (2, {})
+    assert OnePerOfferingNode("mlx", num_without_resources=2)(Context()) == (2, {})
 
 
 def test_list_of_nodes_is_cached_for_a_while(cluster: list, clock: list[float]):

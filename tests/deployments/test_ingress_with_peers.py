@@ -337,7 +337,7 @@ async def with_engines(monkeypatch: pytest.MonkeyPatch, engines: Engines, *ids: 
     """Return an ingress before these engines, and the list of its hand-overs."""
     here, handed = await make_ingress(monkeypatch, Replicas([]), engines), list[Any]()
 
-    async def all_ids(engines_here: int) -> list[str]:
+    async def all_ids(num_without_resources: int) -> list[str]:
         return list(ids)
 
     async def leave(drained: list[str], deadline_s: float, without: Sequence[str]) -> TakenOver:
