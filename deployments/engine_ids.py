@@ -1,7 +1,9 @@
 """Engine ids: the names of engines to the routing and to clients.
 
 The only engine of a node has the node's id. Where a node has several, one per GPU, each has the node's id, a colon and
-its number, such as `4f0c:1`: to the routing it is a node of its own.
+its number, such as `4f0c:1`: to the routing it is a node of its own. In the modules that choose engines and call them
+(`dispatch/`, `placement/`, `calls/`), a "node" is therefore an engine, and `node_id` of a replica, an answer's part, a
+place or a timeline is the engine's id; `node_of` returns the node of Ray.
 """
 
 from collections.abc import Mapping

@@ -61,7 +61,7 @@ class ModelReplica:
         config: EngineConfig,
         drain_timeout_s: float = DRAIN_TIMEOUT_S,
         model_name: str | None = None,
-        engines_here: int = 1,
+        num_without_resources: int = 1,
     ):
         """Load the model; Serve sends no requests until then. Raises EngineFailed.
 
@@ -69,11 +69,11 @@ class ModelReplica:
             config: The engine's configuration.
             drain_timeout_s: How long open requests may take when the replica is stopped.
             model_name: Name under which the model is served; None: as in the configuration.
-            engines_here: Engines of the only node of a cluster without resources.
+            num_without_resources: Engines of the only node of a cluster without resources.
         """
         listen_on_node_address()
         join_serve_log()
-        share, self._number = await claim_share(engines_here)
+        share, self._number = await claim_share(num_without_resources)
         self._engine_id = engine_ids(node_id(), share.num_engines)[share.number]
         share.take_gpu(config.device)
         config, of_all = share.of(config), config
@@ -170,13 +170,13 @@ class ModelReplica:
     async def movable_snapshots(
         self, max_snapshots: int, shared_only: bool = False
     ) -> EngineAnswer[tuple[MovableSnapshot, ...]]:
-        """Return the snapshots that other nodes should take over, see SnapshotTakeOver.offered."""
+        """Return the snapshots that other engines should take over, see SnapshotTakeOver.offered."""
         return self._answer(await self._engine.take_over.offered(max_snapshots, shared_only))
 
     async def take_over(
         self, address: str, snapshots: Sequence[MovableSnapshot], timeout_s: float
     ) -> EngineAnswer[TakenOver]:
-        """Fetch what a node hands over that leaves, see SnapshotTakeOver.take."""
+        """Fetch what an engine hands over that leaves, see SnapshotTakeOver.take."""
         return self._answer(await self._engine.take_over.take(address, snapshots, timeout_s))
 
     async def movable_conversation(self, conversation: int) -> EngineAnswer[MovableSnapshot | None]:
@@ -188,7 +188,7 @@ class ModelReplica:
         return self._answer(await self._engine.take_over.copy(address, snapshot, timeout_s))
 
     async def warm_up(self, sources: Sequence[tuple[str, Sequence[MovableSnapshot]]]) -> EngineAnswer[None]:
-        """Begin to fetch what other nodes share, see SnapshotTakeOver.warm_up."""
+        """Begin to fetch what other engines share, see SnapshotTakeOver.warm_up."""
         return self._answer(self._engine.take_over.warm_up(sources))
 
     def _answer(self, answer: T) -> EngineAnswer[T]:

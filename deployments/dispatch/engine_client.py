@@ -232,7 +232,7 @@ class EngineClient:
         try:
             return await call_within(self._ask_timeout_s, handle.remote(request_id))
         except Exception as error:
-            log.info("the engine on node %s did not tell the timeline of %s: %r", engine_id, request_id, error)
+            log.info("the engine %s did not tell the timeline of %s: %r", engine_id, request_id, error)
             return ()
 
     async def leave(self, engine_id: str, is_back: bool) -> SilentEngine | None:
@@ -263,7 +263,7 @@ class EngineClient:
         except TimeoutError:
             return SilentEngine(engine_id, f"no answer within {limit_s:g} s")
         except Exception as error:
-            log.warning("the engine on node %s did not answer %s: %s", engine_id, method, error)
+            log.warning("the engine %s did not answer %s: %s", engine_id, method, error)
             return SilentEngine(engine_id, why_silent(error))
 
     def _after(self, error: Exception, attempt: PlacementAttempt) -> PlacementAttempt | None:

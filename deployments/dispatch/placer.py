@@ -274,7 +274,7 @@ class Placer:
             answer = await call_within(LATE_ANSWER_S, handle.remote(*args))
         except Exception as error:
             if node_id not in self._silent:
-                log.warning("the engine on node %s does not answer questions: %r", node_id, error)
+                log.warning("the engine %s does not answer questions: %r", node_id, error)
             self._silent.add(node_id)
             raise
         finally:
