@@ -184,8 +184,8 @@ class DiskCacheConfig(Frozen):
     """Options of the prefix cache's disk tier: its directory and its size."""
 
     path: str = Field(
-        description="directory of the snapshots; created if missing; several engines of a node have the folders "
-        "engine-0, engine-1 .. in it"
+        description="directory of the snapshots; created if missing; further engines of a node have the folders "
+        "engine-1, engine-2 .. in it"
     )
     max_gb: float = Field(
         default=20.0, gt=0, description="GiB of files on a node; the least recently used are removed first"
