@@ -64,7 +64,7 @@ class NodeShare:
         if self.num_engines == 1:
             return config
         changes: dict[str, Any] = {}
-        if config.memory.limit_gb is None and not cuda_gpus(config.device):
+        if self._divides_memory(config):
             limit_gb = CPU_SHARE * total() / self.num_engines / 2**30
             changes["memory"] = config.memory.model_copy(update={"limit_gb": limit_gb})
         cache = config.prefix_cache
@@ -82,11 +82,14 @@ class NodeShare:
             reason: The refusal.
             config: The configuration of all engines.
         """
-        if self.num_engines == 1 or config.memory.limit_gb is not None or "memory.limit_gb" not in reason:
+        if not self._divides_memory(config) or "memory.limit_gb" not in reason:
             return reason
         return (
             f"{reason} (memory.limit_gb is not set: each of {self.num_engines} engines here has a share of the memory)"
         )
+
+    def _divides_memory(self, config: EngineConfig) -> bool:
+        return self.num_engines > 1 and config.memory.limit_gb is None and not cuda_gpus(config.device)
 
     def _port(self, first: int) -> int:
         """Return the port of this engine; 0: any free one. first: prefix_cache.fetch_port. Raises EngineFailed."""

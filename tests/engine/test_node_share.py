@@ -68,7 +68,7 @@ def test_a_mac_whose_node_offers_several_engines_is_refused_unless_they_use_the_
         NodeShare(0, 2).take_gpu("auto")
 
 
-def test_a_refusal_by_the_default_of_the_memory_says_that_it_is_a_share():
+def test_a_refusal_by_the_default_of_the_memory_says_that_it_is_a_share(monkeypatch: pytest.MonkeyPatch):
     reason = "the limit is 5 bytes (memory.limit_gb)"
     named = EngineConfig.model_validate({"memory": {"limit_gb": 3}})
     assert (
@@ -76,3 +76,5 @@ def test_a_refusal_by_the_default_of_the_memory_says_that_it_is_a_share():
     )
     assert NodeShare(1, 4).explained(reason, named) == reason == NodeShare().explained(reason, EngineConfig())
     assert NodeShare(1, 4).explained("no such file", EngineConfig()) == "no such file"
+    with_gpus(monkeypatch, "0", "1", "2", "3")
+    assert NodeShare(1, 4).explained(reason, EngineConfig()) == reason, "each has the memory of its GPU"
