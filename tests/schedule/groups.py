@@ -17,6 +17,7 @@ OWN_SERVERS = (
     "test_starting.py",
     "test_stopping.py",
     "test_storm.py",
+    "test_two_engines.py",
 )
 """Files of tests/e2e whose tests do not use the server of all others."""
 
