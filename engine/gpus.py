@@ -4,6 +4,7 @@ import ctypes
 import os
 import re
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 from typing import Literal
@@ -58,6 +59,17 @@ def cuda_gpus(device: str) -> tuple[str, ...]:
     if twice := next((name for index, name in enumerate(found) if name in found[:index]), None):
         raise EngineFailed(f"{VISIBLE} is {visible!r}, which names the GPU {twice} twice. Name each GPU once")
     return found
+
+
+def see_one_gpu() -> None:
+    """Let this process see only the first of its NVIDIA GPUs, the one that MLX uses. MLX must not be imported yet.
+
+    With two to see, MLX 0.32.4 fails to copy arrays from the host (`cudaMemcpy(...) failed: invalid argument`). A
+    variable that `cuda_gpus` refuses is left as it is.
+    """
+    with suppress(EngineFailed):
+        if len(gpus := cuda_gpus("auto")) > 1:
+            os.environ[VISIBLE] = gpus[0]
 
 
 def has_metal(device: str) -> bool:

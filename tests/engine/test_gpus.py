@@ -1,7 +1,9 @@
+import os
+
 import pytest
 
 from engine import gpus
-from engine.gpus import cuda_gpus, num_engines
+from engine.gpus import VISIBLE, cuda_gpus, num_engines, see_one_gpu
 from engine.protocol import EngineFailed
 
 
@@ -52,6 +54,16 @@ def test_a_list_that_is_none_of_gpus_is_refused_with_its_value(machine: pytest.M
         cuda_gpus("auto")
     with pytest.raises(EngineFailed, match=reason):
         num_engines("all", "gpu")
+
+
+@pytest.mark.parametrize(
+    "visible, expected", [(None, "0"), ("3,1", "3"), ("GPU-5a1b, 2", "GPU-5a1b"), ("2", "2"), ("", ""), ("a,b", "a,b")]
+)
+def test_a_process_with_mlx_sees_one_gpu_alone(machine: pytest.MonkeyPatch, visible: str | None, expected: str):
+    if visible is not None:
+        machine.setenv(VISIBLE, visible)
+    see_one_gpu()
+    assert os.environ[VISIBLE] == expected
 
 
 def test_several_engines_need_gpus_where_the_device_is_a_gpu(machine: pytest.MonkeyPatch):
