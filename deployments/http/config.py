@@ -69,7 +69,7 @@ class HttpConfig(Frozen):
         description="origins of web pages (scheme://host:port) that may send requests, besides the server's own",
     )
     max_unread_bodies: int = Field(
-        default=64, ge=1, le=65536, description="most request bodies that may be arriving at the same time, per node"
+        default=1024, ge=1, le=65536, description="most request bodies that may be arriving at the same time, per node"
     )
     max_unread_bytes: int = Field(
         default=512 * 2**20, ge=1024, description="most bytes of all request bodies that are arriving, per node"

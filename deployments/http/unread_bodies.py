@@ -35,7 +35,7 @@ class BodyLimits:
     """Limits on arriving bodies, see HttpConfig; the defaults hold in a proxy that has not been configured yet."""
 
     max_body_bytes: int = 64 * 2**20  # of one body
-    max_bodies: int = 64  # arriving at the same time
+    max_bodies: int = 1024  # arriving at the same time
     max_bytes: int = 512 * 2**20  # of all arriving bodies
     min_bytes_per_s: int = 64 * 2**10  # least average rate of one body after grace_s
     grace_s: float = 5.0  # time in which a body may be slower
