@@ -24,6 +24,8 @@ class TokenStream:
         self._waiter: asyncio.Future[None] | None = None
         self._wake_at = 0.0  # when to wake the reader without output, on the loop's clock
         self._alarm: asyncio.TimerHandle | None = None
+        self._due_at = 0.0  # when output may be read, on the loop's clock
+        self._pause: asyncio.TimerHandle | None = None  # wakes the reader then
 
     @property
     def num_open(self) -> int:
@@ -40,7 +42,8 @@ class TokenStream:
             self._unread[chunk.index].append(chunk)
             self._is_open[chunk.index] = chunk.finish_reason is None
             self._num_cached, self._num_skipped = chunk.num_cached, chunk.num_skipped
-        self._wake()
+        if self._is_due():
+            self._wake()
 
     def end(self, reason: FinishReason, error: str | None = None, retry_after_s: float | None = None) -> None:
         """Finish every choice that has not finished."""
@@ -62,15 +65,22 @@ class TokenStream:
             await asyncio.wait({work, self._waiter}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         return work.done() or self.is_finished
 
-    async def get(self, timeout_s: float | None = None) -> list[TokenChunk]:
-        """Wait for output and return one chunk per choice with any; [] after timeout_s without output."""
-        if not any(self._unread):
-            loop = asyncio.get_running_loop()
+    async def get(self, timeout_s: float | None = None, gap_s: float = 0.0) -> list[TokenChunk]:
+        """Wait for output and return one chunk per choice with any; [] after timeout_s without output.
+
+        Args:
+            timeout_s: Longest wait; None: no limit.
+            gap_s: Shortest time until the next call returns output, unless that is the last one: under load, a reader
+                gets the tokens of several steps at once.
+        """
+        loop = asyncio.get_running_loop()
+        if not any(self._unread) or not self._is_due():
             self._waiter = loop.create_future()
             if timeout_s is not None:
                 self._wake_at = loop.time() + timeout_s
                 self._alarm = self._alarm or loop.call_later(timeout_s, self._look, loop)
             await self._waiter
+        self._due_at = loop.time() + gap_s
         merged = [_merged(chunks) for chunks in self._unread if chunks]
         for chunks in self._unread:
             chunks.clear()
@@ -88,6 +98,20 @@ class TokenStream:
             self._wake()
         else:
             self._alarm = loop.call_at(self._wake_at, self._look, loop)
+
+    def _is_due(self) -> bool:
+        """Tell whether output may be read; if not yet, have the reader woken once it may."""
+        if self.is_finished:
+            return True
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._due_at:
+            return True
+        self._pause = self._pause or loop.call_at(self._due_at, self._resume)
+        return False
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -1,11 +1,14 @@
-"""An engine that has nothing to say about a request says that it is alive, whatever keeps the request waiting."""
+"""An engine that has nothing to say about a request says that it is alive, whatever keeps the request waiting. With
+many requests it says several tokens at once."""
 
 import asyncio
 from typing import Any
 
 import pytest
 
+from engine import async_engine
 from engine.protocol import HEARTBEAT, FinishReason, TokenChunk
+from engine.token_stream import TokenStream
 from tests.engine.test_async_engine import CountingRunner, request, run
 from tests.support.fake_runner import until
 
@@ -132,3 +135,57 @@ def test_heartbeats_come_only_when_they_are_asked_for():
         assert tokens(chunks) == [0, 1, 2] and HEARTBEAT not in chunks
 
     run(test, CountingRunner(step_s=0.3))
+
+
+async def read(stream: TokenStream, gap_s: float, timeout_s: float | None = None) -> list[tuple[int, ...]]:
+    return [chunk.token_ids for chunk in await stream.get(timeout_s, gap_s)]
+
+
+def test_tokens_within_the_gap_come_together():
+    async def test() -> None:
+        stream, loop = TokenStream(1), asyncio.get_running_loop()
+        stream.put(TokenChunk((0,)))
+        read_at = loop.time()
+        assert await read(stream, 0.2) == [(0,)]
+        stream.put(TokenChunk((1,)))
+        second = asyncio.create_task(read(stream, 0.0))
+        await asyncio.sleep(0)
+        stream.put(TokenChunk((2,)))
+        assert await second == [(1, 2)]
+        assert loop.time() >= read_at + 0.2
+        stream.put(TokenChunk((3,)))
+        assert await read(stream, 0.0) == [(3,)]
+
+    asyncio.run(test())
+
+
+def test_no_gap_delays_the_end_or_a_heartbeat():
+    async def test() -> None:
+        stream = TokenStream(2)
+        stream.put(TokenChunk((0,)))
+        assert await read(stream, 3600) == [(0,)]
+        assert await read(stream, 3600, timeout_s=0.01) == []
+        last = asyncio.create_task(stream.get(None, 3600))
+        stream.put(TokenChunk((1,), FinishReason.STOP))
+        await asyncio.sleep(0.01)
+        assert not last.done()
+        stream.end(FinishReason.ABORT)
+        assert [chunk.finish_reason for chunk in await last] == [FinishReason.STOP, FinishReason.ABORT]
+
+    asyncio.run(test())
+
+
+def test_an_answer_held_back_has_every_token_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(async_engine, "MESSAGE_S", 3600)
+    monkeypatch.setattr(async_engine, "MAX_GAP_S", 3600)
+
+    async def answer(engine: Any, i: int) -> list[TokenChunk]:
+        return [chunk async for chunk in engine.generate(request(str(i), max_tokens=20 + i))]
+
+    async def test(engine: Any) -> None:
+        for i, chunks in enumerate(await asyncio.gather(*(answer(engine, i) for i in range(4)))):
+            first, *rest = chunks
+            assert tokens(chunks) == list(range(20 + i)) and first.token_ids
+            assert len(rest) == 1 and rest[0].finish_reason is FinishReason.LENGTH
+
+    run(test, CountingRunner(), max_running=4)
