@@ -146,13 +146,16 @@ def _with_forwards(runner: ModelRunner, costs: MemoryCosts, drafts: Sequence[Dra
     row = max(both - alone, alone // 2, 0)
     pair = max(late - first, 0) / (2 * n * n)
     token = max(wide - first - (min(2 * n, costs.max_queries) * 2 * n - n * n) * pair, first / 2, 0) / n
+    chunk = max(first - n * token - n * n * pair, 0)
+    # A step of more rows than the probe's expands quantized weights there, as a chunk does (patches/quantized_cuda.py).
+    wide_step = chunk if loader.device_kind() == "cuda" else 0
     return replace(
         costs,
-        base_bytes=costs.base_bytes + int(MARGIN * max(alone - row, 0)),
+        base_bytes=costs.base_bytes + int(MARGIN * max(alone - row, wide_step)),
         row_step_bytes=int(MARGIN * row),
         ranked_bytes=int(MARGIN * max(ranked - both, 0)) // 2,
         shaped_bytes=int(MARGIN * max(shaped - both, 0)) // 2,
-        chunk_bytes=int(CHUNK_MARGIN * max(first - n * token - n * n * pair, 0)),
+        chunk_bytes=int(CHUNK_MARGIN * chunk),
         token_step_bytes=CHUNK_MARGIN * token,
         pair_bytes=CHUNK_MARGIN * pair,
     )

@@ -1,11 +1,12 @@
-"""Products with quantized weights on CUDA: few rows by a kernel of Orchard, many by expanded weights.
+"""Products with quantized weights on CUDA: few rows by a kernel of Orchard, more by expanded weights.
 
 MLX 0.32.4 chooses the kernel by the second-last dimension of its input. A decode step has 1 there, and each row is
 multiplied by itself, which reads the weights once per row. On an H200 a product of 2560 x 18432 weights of 4 bits takes
 0.035, 0.11, 0.16, 0.31 and 1.2 ms for 1, 4, 8, 16 and 64 rows [B, 1, 2560], and 0.038 ms for 8 rows [1, 8, 2560], where
-a kernel for tensor cores begins. From some hundred rows on that kernel is slower than expanding the weights: 2048 rows
-take 1.35 ms, and 0.38 ms with expanded ones. It can be removed when the library flattens its input itself, and has a
-kernel whose results for a row do not depend on the rows beside it (see few_rows_cuda).
+a kernel for tensor cores begins. That kernel is slower than expanding the weights: by a kernel of Orchard from 33 rows
+on (a step of 64 rows takes 21.3 ms, and 14.4 with expanded weights), by the library's from some hundred on (2048 rows:
+1.35 and 0.38 ms). It can be removed when the library flattens its input itself, and has a kernel whose results for a
+row do not depend on the rows beside it (see few_rows_cuda).
 """
 
 from functools import cache
@@ -22,7 +23,8 @@ FEW_ROWS = 4
 TILE = 8
 """Fewest rows of the library's kernel for tensor cores; fewer ones are padded."""
 MANY_ROWS = 256
-"""From this many rows on the weights are expanded."""
+"""From this many rows on all weights are expanded. For fewer rows it is those that a kernel of Orchard expands, without
+the output layer, whose expanded weights would take a gigabyte."""
 THREADS = 256
 """Threads of a block that expands weights, eight numbers each."""
 
@@ -49,7 +51,8 @@ def product(module: Any, x: mx.array) -> mx.array:
     """Return x [..., in] times the module's quantized weights: [..., out], without its bias."""
     rows = x.size // x.shape[-1]
     flat = x.reshape(rows, x.shape[-1])
-    if rows >= MANY_ROWS:
+    is_cheap = module["weight"].shape[0] < few_rows_cuda.MANY_OUTPUTS and _weight(module, x.dtype) is not None
+    if rows >= MANY_ROWS or (rows > few_rows_cuda.MAX_ROWS and is_cheap):
         y = flat @ expanded(module, x.dtype).T
     else:
         padded = mx.pad(flat, [(0, TILE - rows), (0, 0)]) if rows < TILE else flat
@@ -57,13 +60,20 @@ def product(module: Any, x: mx.array) -> mx.array:
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
+def _weight(module: Any, dtype: mx.Dtype) -> Weight | None:
+    """Return the module's weight; None unless the kernel that expands weights is installed and has its form."""
+    weight = Weight.of(module)
+    if weight is None or weight.dtype != dtype or dtype not in few_rows_cuda.NAMES or not few_rows_cuda.is_installed():
+        return None
+    return weight
+
+
 def expanded(module: Any, dtype: mx.Dtype) -> mx.array:
     """Return the numbers [out, in] of the module's quantized weights, by a kernel if it is installed and has the form.
 
     The library's own takes three times as long.
     """
-    weight = Weight.of(module)
-    if weight is None or weight.dtype != dtype or dtype not in few_rows_cuda.NAMES or not few_rows_cuda.is_installed():
+    if (weight := _weight(module, dtype)) is None:
         return mx.dequantize(*_arrays(module), **_form(module), dtype=dtype)
     num_outputs, num_words = weight.arrays[0].shape
     num_columns = num_words * 32 // weight.bits

@@ -126,8 +126,27 @@ def test_a_quantized_weight_is_expanded_by_the_kernel_s_source(on_cpu, quantizat
     scales, biases = layer.scales.astype(mx.float32), layer["biases"].astype(mx.float32)
     exact = mx.dequantize(layer.weight, scales, biases, **quantization)
     assert mx.allclose(expanded, exact, rtol=0, atol=float(mx.abs(exact).max()) / 128)
-    x = mx.random.normal((quantized_cuda.MANY_ROWS, 1, 192)).astype(mx.bfloat16)
+    x = mx.random.normal((few_rows_cuda.MAX_ROWS + 1, 1, 192)).astype(mx.bfloat16)
     assert mx.array_equal(quantized_cuda.linear(layer, x), x @ quantized_cuda.expanded(layer, mx.bfloat16).T)
+
+
+def test_weights_of_an_output_layer_and_other_forms_are_expanded_for_many_rows_alone(on_cpu, monkeypatch):
+    def expanded(module, rows):
+        found = []
+        monkeypatch.setattr(
+            quantized_cuda, "expanded", lambda layer, dtype: found.append(layer) or mx.zeros((40, 64), dtype)
+        )
+        quantized_cuda.product(module, mx.zeros((rows, 64), mx.bfloat16))
+        return bool(found)
+
+    few, many = few_rows_cuda.MAX_ROWS + 1, quantized_cuda.MANY_ROWS
+    layer = nn.Linear(64, 40, bias=False)
+    layer.set_dtype(mx.bfloat16)
+    affine, other = layer.to_quantized(64, 4), layer.to_quantized(32, 4, "mxfp4")
+    assert [expanded(affine, rows) for rows in (few, many)] == [True, True]
+    assert [expanded(other, rows) for rows in (few, many)] == [False, True]
+    monkeypatch.setattr(few_rows_cuda, "MANY_OUTPUTS", 40)
+    assert [expanded(affine, rows) for rows in (few, many)] == [False, True]
 
 
 def test_only_layers_of_like_weights_are_computed_together(on_cpu):
