@@ -66,7 +66,8 @@ class OwnBooking(NamedTuple):
 
     at_s: float
     node_id: str
-    prefill_s: float
+    next_s: float
+    """See Quote."""
 
 
 class Placer:
@@ -219,7 +220,7 @@ class Placer:
             if node_id is None or (quote := quotes[node_id]) is None:
                 return node_id
             now = self._clock()
-            booking = OwnBooking(now, node_id, quote.prefill_s)
+            booking = OwnBooking(now, node_id, quote.next_s)
             self._own.append(booking)
             likely = node_id if quote.cached_tokens else ""  # elsewhere its prefix may take minutes
             heard = await self._hear([node_id], "book", question, likely=likely)
@@ -238,7 +239,7 @@ class Placer:
         for own in self._own:
             quote = found.get(own.node_id)
             if quote is not None and own.at_s >= asked_at[own.node_id]:
-                found[own.node_id] = replace(quote, wait_s=quote.wait_s + own.prefill_s)
+                found[own.node_id] = replace(quote, wait_s=quote.wait_s + own.next_s)
         return with_fetches(found, self._placement.addresses, num_tokens)
 
     async def _hear(self, node_ids: Iterable[str], method: str, *args: Any, likely: str = "") -> dict[str, Any]:

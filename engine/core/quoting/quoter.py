@@ -6,6 +6,7 @@ waits for nothing.
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from engine.config import EngineConfig
 from engine.core.admission import SHORT_PART
@@ -75,14 +76,25 @@ class Quoter:
         """Predict the seconds of a request, if it were placed here now."""
         if question.num_tokens > ESTIMATE_MARGIN * self._max_row_tokens:
             return self.refuse(question, "memory")
-        recorder, bookings = self._recorder, self.bookings.open()
+        bookings = self.bookings.open()
+        cached = self._recorder.prefixes.cached(question.keys, question.num_tokens - 1)
+        quote = self._priced(question, cached, bookings)
+        with_it = self._priced(question, cached, [*bookings, Booking(question, cached.num_tokens, 0.0)])
+        quote = replace(quote, next_s=max(0.0, with_it.seconds - quote.seconds))
+        self._waits[question.request_id] = quote.wait_s
+        if len(self._waits) > MAX_QUOTES:
+            self._waits.popitem(last=False)
+        return quote
+
+    def _priced(self, question: Question, cached: CachedTokens, bookings: Sequence[Booking]) -> Quote:
+        """Return the quote of a request that is placed here after these bookings, without `next_s`."""
+        recorder = self._recorder
         load = recorder.load
-        cached = recorder.prefixes.cached(question.keys, question.num_tokens - 1)
         prompt_s = self._costs.prompt_s(cached.num_tokens, question.num_tokens)
         if cached.is_on_disk:
             prompt_s += self._costs.read_s(cached.num_tokens * self._costs_of_memory.token_bytes)
         ahead = [*load.queued, *map(_booked, bookings)]
-        quote = Quote(
+        return Quote(
             cached_tokens=cached.num_tokens,
             wait_s=max(self._prompts_s(question, prompt_s, load, ahead), self._rows_s(question, load, ahead)),
             prefill_s=self._beside_rows(prompt_s, load),
@@ -92,10 +104,6 @@ class Quoter:
             snapshot=self._snapshot(cached),
             fetch_bytes_per_s=1.0 / self._costs.fetched_byte_s() if self._is_fetching else 0.0,
         )
-        self._waits[question.request_id] = quote.wait_s
-        if len(self._waits) > MAX_QUOTES:
-            self._waits.popitem(last=False)
-        return quote
 
     def refuse(self, question: Question, refusal: Refusal) -> Quote:
         """Return the quote of a refused request, with what other nodes may fetch for it."""
@@ -170,17 +178,20 @@ class Quoter:
         return seconds + min(seconds * step_s / chunk_s, load.answer_tokens * token_s)
 
     def _rows_s(self, question: Question, load: EngineLoad, ahead: Sequence[PromptLeft]) -> float:
-        """Return the seconds until enough rows have ended, where the decode batch or its memory is full."""
-        num_rows = load.num_decoding + sum(one.num_rows for one in load.in_progress)
-        token_s = self._costs.token_s(num_rows)
-        if not num_rows or token_s is None:
-            return 0.0
+        """Return the seconds until enough rows have ended, where the decode batch or its memory is full.
+
+        Rows that are still ahead count as running: they will be, up to a full batch.
+        """
         waiting = load.num_queued - len(load.queued) + sum(one.num_rows for one in ahead)
-        missing = num_rows + waiting + question.num_choices - self._config.max_running
-        lengths = [(one.end, one.num_rows) for one in ahead]
-        wanted = sum(self._row_bytes(*length) for length in [*lengths, (question.num_tokens, question.num_choices)])
-        missing_bytes = load.reserved_bytes + wanted - self._needs.request_bytes
-        share = max(missing / num_rows, missing_bytes / max(load.reserved_bytes, 1))
+        num_rows = load.num_decoding + sum(one.num_rows for one in load.in_progress) + waiting
+        num_running = min(num_rows, self._config.max_running)
+        token_s = self._costs.token_s(num_running) if num_running else None
+        if token_s is None:
+            return 0.0
+        missing = num_rows + question.num_choices - self._config.max_running
+        held_bytes = load.reserved_bytes + sum(self._row_bytes(one.end, one.num_rows) for one in ahead)
+        wanted_bytes = held_bytes + self._row_bytes(question.num_tokens, question.num_choices)
+        share = max(missing / num_running, (wanted_bytes - self._needs.request_bytes) / max(held_bytes, 1))
         return max(0.0, share) * load.answer_tokens * token_s
 
     def _row_bytes(self, num_tokens: int, num_rows: int = 1) -> int:

@@ -171,7 +171,7 @@ def test_a_dead_node_is_left_out_and_a_request_goes_somewhere_if_all_are_silent(
 @pytest.mark.parametrize(("num_ingresses", "least"), [(1, 5), (2, 4), (6, 1)])
 def test_simultaneous_requests_see_each_others_bookings(num_ingresses: int, least: int):
     """An ingress counts its own at once; several ingresses that ask at the same moment compare the nodes again."""
-    engines = Engines({name: Engine(Quote(prefill_s=10.0), delay_s=0.01, grows_s=10.0) for name in "ab"})
+    engines = Engines({name: Engine(Quote(prefill_s=10.0, next_s=10.0), delay_s=0.01, grows_s=10.0) for name in "ab"})
 
     async def go() -> list[str]:
         placers = [Placer(engines) for _ in range(num_ingresses)]  # type: ignore[arg-type]

@@ -127,6 +127,23 @@ def test_full_decode_batch_makes_the_request_wait_for_the_end_of_a_row():
     assert engine.quote(question(keys(1, 2), 2_500)).slowdown_s > 0
 
 
+def test_requests_that_are_booked_fill_an_idle_engine_too():
+    engine = Engine(max_running=4)
+    engine.send("a", engine.prompt(5_000), keys(10, 11))
+    engine.finish()
+    after = engine.quote(question(keys(20, 30), 1))
+    for i in range(4):
+        before, asked = after, question(keys(20 + i, 30 + i), 1, str(i))
+        assert before.wait_s == pytest.approx(i * before.prefill_s), "for the prompts before it alone"
+        assert engine.core.quoter.book(asked) is None
+        after = engine.quote(question(keys(21 + i, 31 + i), 1))
+        assert after.seconds - before.seconds == pytest.approx(before.next_s, abs=1e-9)
+    token_s = engine.core.costs.token_s(4)
+    assert token_s is not None
+    answer_s = engine.core.quoter._recorder.load.answer_tokens * token_s
+    assert after.wait_s == pytest.approx(answer_s / 4), "the first of four rows ends after a quarter of an answer"
+
+
 def test_booking_counts_as_queued_until_its_request_arrives():
     engine = Engine()
     booked = question(keys(10, 11), 30_000, "a")
