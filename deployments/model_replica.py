@@ -94,7 +94,7 @@ class ModelReplica:
         self._mirroring = asyncio.ensure_future(mirror_to_ray(self._engine, mirror)) if in_replica() else None
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenChunk]:
-        """Yield one chunk per step, and heartbeats; see AsyncEngine.generate. Closing the generator frees the rows.
+        """Yield chunks, each of one or more steps, and heartbeats; see AsyncEngine.generate. Closing it frees the rows.
 
         Raises:
             Unavailable: The prompt was tokenized for another checkpoint, or see AsyncEngine.generate.

@@ -60,11 +60,11 @@ MAX_TIMELINES = 1000
 """Choices whose timelines `timelines` finds."""
 
 MESSAGE_S = 1e-3
-"""Shortest time between two chunks of a request, per open request: the processes between engine and client take up to a
-millisecond per message, and the first and the last one are never late."""
+"""Shortest time between two chunks of a request, per row that decodes: the processes between engine and client take up
+to a millisecond per message. The first and the last chunk of a choice are never held back."""
 
 MAX_GAP_S = 0.1
-"""Longest time for which chunks are held back for that."""
+"""Longest time for which chunks are held back for that. A row decodes as much longer behind its stop string."""
 
 PACE_TOKENS = 2048
 """Tokens of the prompt by whose predicted seconds engines are compared."""
@@ -166,7 +166,9 @@ class AsyncEngine:
                 self._thread.submit(lambda core: core.add_request(named, matchers, arrived_s))
             num_open = len(request.open_choices)
             while num_open:
-                chunks = await stream.get(heartbeat_period_s, min(MESSAGE_S * len(self._streams), MAX_GAP_S))
+                chunks = await stream.get(
+                    heartbeat_period_s, gap_s=min(MESSAGE_S * core.scheduler.num_decoding, MAX_GAP_S)
+                )
                 if not chunks:
                     yield HEARTBEAT
                 for chunk in chunks:

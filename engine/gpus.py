@@ -65,7 +65,7 @@ def see_one_gpu() -> None:
     """Let this process see only the first of its NVIDIA GPUs, the one that MLX uses. MLX must not be imported yet.
 
     With two to see, MLX 0.32.4 fails to copy arrays from the host (`cudaMemcpy(...) failed: invalid argument`). A
-    variable that `cuda_gpus` refuses is left as it is.
+    variable that `cuda_gpus` refuses is left as it is. Processes that this one starts see that GPU alone too.
     """
     with suppress(EngineFailed):
         if len(gpus := cuda_gpus("auto")) > 1:

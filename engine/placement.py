@@ -76,7 +76,7 @@ class Quote:
     crowding_s: float = 0.0
     """Seconds that other conversations lose in turns to come, because a new one takes their place in the cache."""
     next_s: float = 0.0
-    """Seconds by which the price of a request like this one rises once this one is booked here."""
+    """Seconds by which the price of this request rises once one like it, of another conversation, is booked here."""
     is_resident: bool = False
     """Whether the conversation has been computed here lately."""
     snapshot: CachedSnapshot | None = None

@@ -24,7 +24,9 @@ class TokenStream:
         self._waiter: asyncio.Future[None] | None = None
         self._wake_at = 0.0  # when to wake the reader without output, on the loop's clock
         self._alarm: asyncio.TimerHandle | None = None
-        self._due_at = 0.0  # when output may be read, on the loop's clock
+        self._has_begun = [False] * num_choices
+        self._is_urgent = False  # a choice begins or ends in the unread output
+        self._due_at = 0.0  # when other output may be read, on the loop's clock
         self._pause: asyncio.TimerHandle | None = None  # wakes the reader then
 
     @property
@@ -42,6 +44,8 @@ class TokenStream:
             self._unread[chunk.index].append(chunk)
             self._is_open[chunk.index] = chunk.finish_reason is None
             self._num_cached, self._num_skipped = chunk.num_cached, chunk.num_skipped
+            self._is_urgent |= chunk.finish_reason is not None or not self._has_begun[chunk.index]
+            self._has_begun[chunk.index] = True
         if self._is_due():
             self._wake()
 
@@ -69,9 +73,9 @@ class TokenStream:
         """Wait for output and return one chunk per choice with any; [] after timeout_s without output.
 
         Args:
-            timeout_s: Longest wait; None: no limit.
-            gap_s: Shortest time until the next call returns output, unless that is the last one: under load, a reader
-                gets the tokens of several steps at once.
+            timeout_s: Longest wait; None: no limit. After it, output that was held back is returned too.
+            gap_s: Shortest time until the next output, unless a choice begins or ends in it: the tokens of several
+                steps come together then.
         """
         loop = asyncio.get_running_loop()
         if not any(self._unread) or not self._is_due():
@@ -80,10 +84,14 @@ class TokenStream:
                 self._wake_at = loop.time() + timeout_s
                 self._alarm = self._alarm or loop.call_later(timeout_s, self._look, loop)
             await self._waiter
-        self._due_at = loop.time() + gap_s
         merged = [_merged(chunks) for chunks in self._unread if chunks]
         for chunks in self._unread:
             chunks.clear()
+        if merged:
+            self._due_at, self._is_urgent = loop.time() + gap_s, False
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
         return merged
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -101,7 +109,7 @@ class TokenStream:
 
     def _is_due(self) -> bool:
         """Tell whether output may be read; if not yet, have the reader woken once it may."""
-        if self.is_finished:
+        if self._is_urgent:
             return True
         loop = asyncio.get_running_loop()
         if loop.time() >= self._due_at:
@@ -111,7 +119,8 @@ class TokenStream:
 
     def _resume(self) -> None:
         self._pause = None
-        self._wake()
+        if any(self._unread):
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

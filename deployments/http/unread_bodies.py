@@ -7,6 +7,7 @@ below the minimum rate, so that connections that send nothing cannot block other
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,8 +115,8 @@ class UnreadBodies:
     def _slowest(self, bodies: set["UnreadBody"]) -> "UnreadBody | None":
         """Return the slowest body of the address with the most bodies, among bodies below the minimum rate."""
         slow = [body for body in bodies if body.age_s >= MIN_AGE_S and body.rate < self.limits.min_bytes_per_s]
-        held = [body.address for body in bodies]
-        return min(slow, key=lambda body: (-held.count(body.address), body.rate), default=None)
+        held = Counter(body.address for body in bodies)
+        return min(slow, key=lambda body: (-held[body.address], body.rate), default=None)
 
 
 class UnreadBody:

@@ -58,6 +58,7 @@ def measure(
     num_heads: int,
     head_layers: int,
     kv_formats: Sequence[KVFormat] = (),
+    expanded_bytes: int = 0,
 ) -> MemoryCosts:
     """Measure the costs of a warm runner without rows. The largest probe takes 2 * PROBE_TOKENS tokens.
 
@@ -69,6 +70,7 @@ def measure(
         head_layers: Attention layers of the MTP head or draft model, which come last.
         num_heads: Query heads of an attention layer, whose scores in a step are too small to be measured.
         kv_formats: Of the layers whose keys and values are quantized.
+        expanded_bytes: Of the largest weights that are expanded for more rows than the probes' steps have.
     """
     gc.collect()  # what is freed between two probes would count as the difference between them
     mx.synchronize()
@@ -81,7 +83,7 @@ def measure(
     )
     if kv_formats:
         costs = replace(costs, unpacked_bytes=_of_unpacking(max(kv_formats, key=lambda one: one.token_bytes)))
-    costs = _with_forwards(runner, costs, drafts)
+    costs = _with_forwards(runner, costs, drafts, expanded_bytes)
     return costs if vision is None else replace(costs, **_of_images(vision))
 
 
@@ -128,7 +130,9 @@ def buffer_slack() -> int:
     return 3 * GPU_PAGE_BYTES if loader.on_gpu() else 2 * CPU_PAGE_BYTES
 
 
-def _with_forwards(runner: ModelRunner, costs: MemoryCosts, drafts: Sequence[Drafts]) -> MemoryCosts:
+def _with_forwards(
+    runner: ModelRunner, costs: MemoryCosts, drafts: Sequence[Drafts], expanded_bytes: int
+) -> MemoryCosts:
     """Probe with prompts of n and 3n tokens, the second in chunks of 2n and n, and with steps of one and both rows."""
     n = PROBE_TOKENS
     one, two = _row("one", n), _row("two", 3 * n)
@@ -147,8 +151,8 @@ def _with_forwards(runner: ModelRunner, costs: MemoryCosts, drafts: Sequence[Dra
     pair = max(late - first, 0) / (2 * n * n)
     token = max(wide - first - (min(2 * n, costs.max_queries) * 2 * n - n * n) * pair, first / 2, 0) / n
     chunk = max(first - n * token - n * n * pair, 0)
-    # A step of more rows than the probe's expands quantized weights there, as a chunk does (patches/quantized_cuda.py).
-    wide_step = chunk if loader.device_kind() == "cuda" else 0
+    # Steps of many rows expand weights as chunks do, and those of the output layer for all rows (quantized_cuda.py).
+    wide_step = chunk + expanded_bytes if expanded_bytes else 0
     return replace(
         costs,
         base_bytes=costs.base_bytes + int(MARGIN * max(alone - row, wide_step)),

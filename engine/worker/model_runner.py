@@ -49,6 +49,7 @@ from engine.worker.drafting import drafting_head, drafts_offered
 from engine.worker.fast_paths import FastPaths
 from engine.worker.language_model import LanguageModel
 from engine.worker.log_odds import log_odds, unsupported_reason
+from engine.worker.patches import quantized_cuda
 from engine.worker.pooling import PooledStates
 from engine.worker.prefill import Prefill, PromptState, first_tokens
 from engine.worker.processors import advance_matcher
@@ -195,8 +196,10 @@ class MLXRunner:
         kv_formats = [format_of(layer) for layer in cache if appends(layer)]
         quantized = [kv_format for kv_format in kv_formats if kv_format is not None]
         in_head = sum(map(appends, head_cache))
-        costs = memory_costs.measure(self, a_snapshot, self._vision, self.drafts, num_heads, in_head, quantized)
-        return attention_costs.with_attention(costs, self._language_model.lm, a_snapshot, num_heads, kv_formats)
+        lm, drafts = self._language_model.lm, self.drafts
+        expanded = quantized_cuda.most_expanded_bytes(lm)
+        costs = memory_costs.measure(self, a_snapshot, self._vision, drafts, num_heads, in_head, quantized, expanded)
+        return attention_costs.with_attention(costs, lm, a_snapshot, num_heads, kv_formats)
 
     def decode(self, drafts: Drafts = PLAIN) -> dict[str, RowOutput]:
         return self._batch.step(drafts)

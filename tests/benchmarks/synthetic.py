@@ -11,6 +11,7 @@ from ray.serve import Application
 
 from deployments.app import AppArgs, build_app
 from deployments.model_replica import ModelReplica
+from engine import async_engine
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core.row import Row
@@ -90,6 +91,7 @@ class SyntheticReplica(_Replica):
             self._runner = make_paced_runner(config, progress)
             return self._runner
 
+        async_engine.MESSAGE_S = 0.0  # each token is a message of its own: what a message costs is measured
         cacheless = config.prefix_cache.model_copy(update={"enabled": False})
         self._engine = AsyncEngine(config.model_copy(update={"prefix_cache": cacheless}), make_runner)
         await self._engine.wait_ready()

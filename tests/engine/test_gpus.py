@@ -13,7 +13,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(gpus.sys, "platform", "linux")
     monkeypatch.setattr(gpus, "has_cuda_backend", lambda: True)
     monkeypatch.setattr(gpus, "_num_gpus", lambda: 4)
-    monkeypatch.delenv(gpus.VISIBLE, raising=False)
+    monkeypatch.setenv(gpus.VISIBLE, "")  # so that it is restored
+    monkeypatch.delenv(gpus.VISIBLE)
     return monkeypatch
 
 

@@ -29,6 +29,9 @@ MAX_WAIT_GROWTH_S = 2.0
 MAX_QUOTES = 1024
 """Quotes that are remembered until their requests are booked."""
 
+OTHER_CONVERSATION = -1
+"""No conversation has this key."""
+
 NUM_STATES = 2
 """Snapshots of a conversation whose recurrent states are kept: after its last prompt and its last answer."""
 
@@ -79,7 +82,8 @@ class Quoter:
         bookings = self.bookings.open()
         cached = self._recorder.prefixes.cached(question.keys, question.num_tokens - 1)
         quote = self._priced(question, cached, bookings)
-        with_it = self._priced(question, cached, [*bookings, Booking(question, cached.num_tokens, 0.0)])
+        other = replace(question, keys=replace(question.keys, conversation=OTHER_CONVERSATION))
+        with_it = self._priced(question, cached, [*bookings, Booking(other, cached.num_tokens, 0.0)])
         quote = replace(quote, next_s=max(0.0, with_it.seconds - quote.seconds))
         self._waits[question.request_id] = quote.wait_s
         if len(self._waits) > MAX_QUOTES:
@@ -189,10 +193,11 @@ class Quoter:
         if token_s is None:
             return 0.0
         missing = num_rows + question.num_choices - self._config.max_running
+        room_bytes = self._needs.request_bytes
         held_bytes = load.reserved_bytes + sum(self._row_bytes(one.end, one.num_rows) for one in ahead)
-        wanted_bytes = held_bytes + self._row_bytes(question.num_tokens, question.num_choices)
-        share = max(missing / num_running, (wanted_bytes - self._needs.request_bytes) / max(held_bytes, 1))
-        return max(0.0, share) * load.answer_tokens * token_s
+        missing_bytes = held_bytes + self._row_bytes(question.num_tokens, question.num_choices) - room_bytes
+        share_of_bytes = min(missing_bytes, held_bytes) / max(min(held_bytes, room_bytes), 1)
+        return max(0.0, missing / num_running, share_of_bytes) * load.answer_tokens * token_s
 
     def _row_bytes(self, num_tokens: int, num_rows: int = 1) -> int:
         costs = self._costs_of_memory

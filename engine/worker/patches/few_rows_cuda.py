@@ -20,7 +20,7 @@ import mlx.nn as nn
 from mlx_vlm.models.activations import swiglu
 
 MAX_ROWS = 32
-"""More rows are multiplied by the library."""
+"""More rows are multiplied by the library, with quantized weights expanded before (quantized_cuda.py)."""
 MANY_OUTPUTS = 65536
 """Weights of 16 bits with at least this many outputs are multiplied by the kernel for at most ROWS rows: reading them
 takes longer than launching cuBLAS."""

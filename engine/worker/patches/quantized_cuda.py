@@ -23,8 +23,8 @@ FEW_ROWS = 4
 TILE = 8
 """Fewest rows of the library's kernel for tensor cores; fewer ones are padded."""
 MANY_ROWS = 256
-"""From this many rows on all weights are expanded. For fewer rows it is those that a kernel of Orchard expands, without
-the output layer, whose expanded weights would take a gigabyte."""
+"""From this many rows on all weights are expanded. For fewer rows it is those that a kernel of Orchard expands and that
+have fewer than MANY_OUTPUTS outputs: expanded, the output layer of Qwen3.5-4B would take a gigabyte."""
 THREADS = 256
 """Threads of a block that expands weights, eight numbers each."""
 
@@ -66,6 +66,13 @@ def _weight(module: Any, dtype: mx.Dtype) -> Weight | None:
     if weight is None or weight.dtype != dtype or dtype not in few_rows_cuda.NAMES or not few_rows_cuda.is_installed():
         return None
     return weight
+
+
+def most_expanded_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's largest weights that are expanded for fewer than MANY_ROWS rows; 0: it has none."""
+    weights = [_weight(module, module.scales.dtype) for module in model.modules() if "scales" in module]
+    found = [weight for weight in weights if weight is not None and weight.num_outputs < few_rows_cuda.MANY_OUTPUTS]
+    return max((weight.num_outputs * weight.arrays[0].shape[1] * 64 // weight.bits for weight in found), default=0)
 
 
 def expanded(module: Any, dtype: mx.Dtype) -> mx.array:

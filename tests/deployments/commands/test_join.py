@@ -80,7 +80,8 @@ def test_a_machine_that_joins_offers_as_many_engines_as_it_has_gpus_itself(
     monkeypatch.setattr(gpus.sys, "platform", "linux")
     monkeypatch.setattr(gpus, "has_cuda_backend", lambda: True)
     monkeypatch.setattr(gpus, "_num_gpus", lambda: 4)
-    monkeypatch.delenv(gpus.VISIBLE, raising=False)
+    for name in (gpus.VISIBLE, "RAY_AUTH_TOKEN", "RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_USE_TLS"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(join, "start_agent", lambda settings, folder: started.append(settings))
     monkeypatch.setattr(join, "_await_ray", lambda agent, folder: None)
     resources = {"mlx": 1.0, "mlx_scorer": 1.0}

@@ -10,6 +10,7 @@ from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.core.quoting.bookings import BOOKING_S
 from engine.core.quoting.load import OPEN_S
+from engine.core.quoting.quoter import _booked
 from engine.core.quoting.residents import RESIDENT_S
 from engine.core.scheduler_output import Published
 from engine.placement import ConversationKeys, Question
@@ -142,6 +143,22 @@ def test_requests_that_are_booked_fill_an_idle_engine_too():
     assert token_s is not None
     answer_s = engine.core.quoter._recorder.load.answer_tokens * token_s
     assert after.wait_s == pytest.approx(answer_s / 4), "the first of four rows ends after a quarter of an answer"
+
+
+def test_a_queue_behind_full_memory_waits_for_as_many_rows_as_are_missing():
+    engine = Engine()
+    engine.send("a", engine.prompt(2_500), keys(10, 11))
+    engine.finish()
+    load, needs = engine.core.quoter._recorder.load, engine.core.budget.needs
+    row_tokens = needs.request_bytes // 4 // needs.costs.token_bytes
+    for i in range(20):
+        assert engine.core.quoter.book(question(keys(20 + i, 40 + i), int(0.9 * row_tokens), str(i))) is None
+    token_s = engine.core.costs.token_s(20)
+    assert token_s is not None
+    rows_s = engine.core.quoter._rows_s(
+        question(keys(1, 2), int(0.9 * row_tokens)), load, [_booked(one) for one in engine.core.quoter.bookings.open()]
+    )
+    assert rows_s / (load.answer_tokens * token_s) == pytest.approx((21 * 0.9 - 4) / 4, rel=0.1)
 
 
 def test_booking_counts_as_queued_until_its_request_arrives():
