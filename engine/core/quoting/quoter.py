@@ -79,21 +79,19 @@ class Quoter:
         """Predict the seconds of a request, if it were placed here now."""
         if question.num_tokens > ESTIMATE_MARGIN * self._max_row_tokens:
             return self.refuse(question, "memory")
-        bookings = self.bookings.open()
+        load, bookings = self._recorder.load, self.bookings.open()
         cached = self._recorder.prefixes.cached(question.keys, question.num_tokens - 1)
-        quote = self._priced(question, cached, bookings)
+        quote = self._priced(question, cached, load, bookings)
         other = replace(question, keys=replace(question.keys, conversation=OTHER_CONVERSATION))
-        with_it = self._priced(question, cached, [*bookings, Booking(other, cached.num_tokens, 0.0)])
+        with_it = self._priced(question, cached, load, [*bookings, Booking(other, cached.num_tokens, 0.0)])
         quote = replace(quote, next_s=max(0.0, with_it.seconds - quote.seconds))
         self._waits[question.request_id] = quote.wait_s
         if len(self._waits) > MAX_QUOTES:
             self._waits.popitem(last=False)
         return quote
 
-    def _priced(self, question: Question, cached: CachedTokens, bookings: Sequence[Booking]) -> Quote:
+    def _priced(self, question: Question, cached: CachedTokens, load: EngineLoad, bookings: Sequence[Booking]) -> Quote:
         """Return the quote of a request that is placed here after these bookings, without `next_s`."""
-        recorder = self._recorder
-        load = recorder.load
         prompt_s = self._costs.prompt_s(cached.num_tokens, question.num_tokens)
         if cached.is_on_disk:
             prompt_s += self._costs.read_s(cached.num_tokens * self._costs_of_memory.token_bytes)
@@ -104,7 +102,7 @@ class Quoter:
             prefill_s=self._beside_rows(prompt_s, load),
             slowdown_s=self._slowdown_s(question, load, ahead) + self._sharing_s(question, load, bookings),
             crowding_s=self._crowding_s(question, bookings),
-            is_resident=question.keys.conversation in recorder.residents,
+            is_resident=question.keys.conversation in self._recorder.residents,
             snapshot=self._snapshot(cached),
             fetch_bytes_per_s=1.0 / self._costs.fetched_byte_s() if self._is_fetching else 0.0,
         )
