@@ -43,8 +43,8 @@ from engine.processing.pinned import read_system
 from engine.protocol import EngineFailed
 
 ENGINE_SHARE, SMALL_SHARE = 0.95, 0.015
-"""What a replica takes of a node's `mlx` resource: an engine, and any other deployment. A node fits as many engines as
-it offers of the resource, up to MAX_ENGINES, and one replica of each other deployment."""
+"""Amounts of a node's `mlx` resource: one engine takes the first, a replica of any other deployment the second. They
+fit as many engines as the node offers of the resource, up to MAX_ENGINES, and one replica of each other deployment."""
 
 SCORER_SHARE = 0.9
 """Share of a node's `mlx_scorer` resource that a scorer takes. A node fits one."""

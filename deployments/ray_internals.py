@@ -60,7 +60,7 @@ class RunningNode(NamedTuple):
     """A node with a running replica of a deployment; both ids are '' in Serve's local testing mode."""
 
     node_id: str
-    """Of an engine its id, see engine_ids.py."""
+    """For an engine this is the engine's id, see engine_ids.py."""
     replica_id: str
     """Unique id of the replica."""
     metadata: dict[str, Any]

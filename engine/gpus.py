@@ -64,7 +64,8 @@ def cuda_gpus(device: str) -> tuple[str, ...]:
 def see_one_gpu() -> None:
     """Let this process see only the first of its NVIDIA GPUs, the one that MLX uses. MLX must not be imported yet.
 
-    With two to see, MLX 0.32.4 fails to copy arrays from the host (`cudaMemcpy(...) failed: invalid argument`). A
+    With two to see, an engine failed at its start: MLX 0.32.4 could not copy an array from the host to the device
+    (`cudaMemcpy(...) failed: invalid argument`), although arrays can be made at first. A
     variable that `cuda_gpus` refuses is left as it is. Processes that this one starts see that GPU alone too.
     """
     with suppress(EngineFailed):

@@ -1,4 +1,4 @@
-"""What of a machine belongs to one of its engines: a GPU, or a part of the memory, and a folder of the disk tier."""
+"""NodeShare: the GPU or the part of the memory, and the folder of the disk tier, that one engine of a machine uses."""
 
 import os
 from collections.abc import Callable

@@ -51,13 +51,17 @@ def product(module: Any, x: mx.array) -> mx.array:
     """Return x [..., in] times the module's quantized weights: [..., out], without its bias."""
     rows = x.size // x.shape[-1]
     flat = x.reshape(rows, x.shape[-1])
-    is_cheap = module["weight"].shape[0] < few_rows_cuda.MANY_OUTPUTS and _weight(module, x.dtype) is not None
-    if rows >= MANY_ROWS or (rows > few_rows_cuda.MAX_ROWS and is_cheap):
+    if rows >= MANY_ROWS or (rows > few_rows_cuda.MAX_ROWS and _is_cheap_to_expand(module, x.dtype)):
         y = flat @ expanded(module, x.dtype).T
     else:
         padded = mx.pad(flat, [(0, TILE - rows), (0, 0)]) if rows < TILE else flat
         y = mx.quantized_matmul(padded, *_arrays(module), transpose=True, **_form(module))[:rows]
     return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _is_cheap_to_expand(module: Any, dtype: mx.Dtype) -> bool:
+    weight = _weight(module, dtype)
+    return weight is not None and weight.num_outputs < few_rows_cuda.MANY_OUTPUTS
 
 
 def _weight(module: Any, dtype: mx.Dtype) -> Weight | None:
@@ -70,9 +74,9 @@ def _weight(module: Any, dtype: mx.Dtype) -> Weight | None:
 
 def most_expanded_bytes(model: nn.Module) -> int:
     """Return the bytes of a model's largest weights that are expanded for fewer than MANY_ROWS rows; 0: it has none."""
-    weights = [_weight(module, module.scales.dtype) for module in model.modules() if "scales" in module]
-    found = [weight for weight in weights if weight is not None and weight.num_outputs < few_rows_cuda.MANY_OUTPUTS]
-    return max((weight.num_outputs * weight.arrays[0].shape[1] * 64 // weight.bits for weight in found), default=0)
+    quantized = [module for module in model.modules() if "scales" in module]
+    expanded = [module for module in quantized if _is_cheap_to_expand(module, module.scales.dtype)]
+    return max((module.weight.size * 32 // module.bits * module.scales.itemsize for module in expanded), default=0)
 
 
 def expanded(module: Any, dtype: mx.Dtype) -> mx.array:

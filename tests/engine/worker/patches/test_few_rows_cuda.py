@@ -145,8 +145,11 @@ def test_weights_of_an_output_layer_and_other_forms_are_expanded_for_many_rows_a
     affine, other = layer.to_quantized(64, 4), layer.to_quantized(32, 4, "mxfp4")
     assert [expanded(affine, rows) for rows in (few, many)] == [True, True]
     assert [expanded(other, rows) for rows in (few, many)] == [False, True]
+    assert quantized_cuda.most_expanded_bytes(nn.Sequential(affine, other)) == 2 * 64 * 40
+    assert quantized_cuda.most_expanded_bytes(nn.Sequential(other)) == 0
     monkeypatch.setattr(few_rows_cuda, "MANY_OUTPUTS", 40)
     assert [expanded(affine, rows) for rows in (few, many)] == [False, True]
+    assert quantized_cuda.most_expanded_bytes(nn.Sequential(affine)) == 0
 
 
 def test_only_layers_of_like_weights_are_computed_together(on_cpu):
