@@ -19,7 +19,7 @@ from typing import Any
 from tests.schedule.durations import LAST_RUN, ROOT
 
 RECORD = ROOT / "tests" / "night.json"
-PARTS = ("tests", "families", "weights", "schedules", "snapshots", "programs")
+PARTS = ("tests", "servers", "clusters", "families", "weights", "schedules", "snapshots", "programs")
 """Those of .ci/nightly."""
 MAX_AGE = 50
 """Commits after which the gate asks for another night."""
