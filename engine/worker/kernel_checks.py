@@ -17,6 +17,7 @@ from mlx_vlm.models.qwen3_5.config import TextConfig
 from mlx_vlm.models.rope_utils import MRoPERotaryEmbedding
 
 from engine.worker import loader
+from engine.worker.cuda_kernel import CudaKernel, code_path, compiled, kernel_name, write_code
 from engine.worker.kv_cache import BatchKVLayer, Cursor
 from engine.worker.patches import few_rows_cuda, step_attention_cuda
 from engine.worker.recurrent_layer import BatchRecurrentLayer
@@ -404,6 +405,23 @@ def cache_write() -> KernelFigure:
     return KernelFigure(copied, 0.5, f"share of {whole / 2**20:.0f} MiB that a step copies", is_wrong=False)
 
 
+def kept_kernels() -> KernelFigure | str:
+    """Keep code that adds 2 as that of a kernel that adds 1, and see whether MLX finds it."""
+    if loader.device_kind() != "cuda":
+        return "compiled kernels are kept for CUDA alone"
+    x, name = mx.zeros(1), kernel_name("kept", ())
+    one, two = (CudaKernel("kept", ["x"], ["y"], f"y[0] = x[0] + {n};") for n in (1, 2))
+    path = code_path(name, one.whole_source(name, [x], (), [mx.float32]))
+    try:
+        write_code(path, name, *compiled(name, two.whole_source(name, [x], (), [mx.float32])))
+        [y] = one([x], (), (1, 1, 1), (1, 1, 1), [(1,)], [mx.float32])
+        missed = 2 - y.item()
+    finally:
+        for file in (path, path.with_suffix(".txt")):
+            file.unlink(missing_ok=True)
+    return KernelFigure(missed, 0.5, "1 if each start compiles CUDA kernels again", is_wrong=False)
+
+
 KERNEL_CHECKS: dict[str, Callable[[], KernelFigure | str]] = {
     "M-RoPE": rotary_positions,
     "gated delta rule": gated_delta_rule,
@@ -416,6 +434,7 @@ KERNEL_CHECKS: dict[str, Callable[[], KernelFigure | str]] = {
     "quantized output layer": quantized_head,
     "exact verifier, output layer": exact_verifier_head,
     "cache write (put_along_axis)": cache_write,
+    "compiled kernels are kept": kept_kernels,
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.qwen3_5.language import Qwen3_5GatedDeltaNet
 
+from engine.worker.cuda_kernel import CudaKernel
 from engine.worker.patches import few_rows_cuda
 from engine.worker.recurrent_layer import BatchRecurrentLayer
 
@@ -186,8 +187,8 @@ def step(layer: Any, qkv: mx.array, z: mx.array, b: mx.array, a: mx.array, cache
 
 
 @cache
-def _kernel(eps: float) -> Any:
-    return mx.fast.cuda_kernel(
+def _kernel(eps: float) -> CudaKernel:
+    return CudaKernel(
         name="delta_layer",
         input_names=["qkv", "z", "b_gate", "a", "window", "state", "taps", "a_log", "dt_bias", "norm_weight"],
         output_names=["y", "windows", "states"],

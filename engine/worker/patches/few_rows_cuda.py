@@ -19,6 +19,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models.activations import swiglu
 
+from engine.worker.cuda_kernel import CudaKernel
+
 MAX_ROWS = 32
 """More rows are multiplied by the library, with quantized weights expanded before (quantized_cuda.py)."""
 MANY_OUTPUTS = 65536
@@ -373,7 +375,7 @@ def _multiply(
 
 
 @cache
-def _kernel(dtype: mx.Dtype, num_weights: int, is_quantized: bool, form: Form, eps: float | None) -> Any:
+def _kernel(dtype: mx.Dtype, num_weights: int, is_quantized: bool, form: Form, eps: float | None) -> CudaKernel:
     """Return the kernel; its first lines find the weight that a block multiplies by, `w`, and that of `up`."""
     names = ("w", "scales", "biases") if is_quantized else ("w",)
 
@@ -404,7 +406,7 @@ def _kernel(dtype: mx.Dtype, num_weights: int, is_quantized: bool, form: Form, e
         ]
     others = [*(["other"] if form == "added" else []), *([] if eps is None else ["by"])]
     kind = f"{NAMES[dtype]}{'_quantized' if is_quantized else ''}"
-    return mx.fast.cuda_kernel(
+    return CudaKernel(
         name=f"few_rows_{kind}_{num_weights}_{form}{'' if eps is None else '_normed'}",
         input_names=["x", *(f"{name}{i}" for i in range(num_weights) for name in names), *others],
         output_names=[f"y{i}" for i in range(num_results)],

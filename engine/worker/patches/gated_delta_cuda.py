@@ -7,10 +7,13 @@ the two functions that loop over tokens and the one that computes a prompt in ch
 library, or `mx.fast.gated_delta_update`, has a CUDA kernel that also returns the intermediate states.
 """
 
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
 from mlx_vlm.models.qwen3_5 import gated_delta
+
+from engine.worker.cuda_kernel import CudaKernel
 
 WARPS_PER_BLOCK = 4
 
@@ -98,15 +101,9 @@ def run(
     if state is None:
         state = mx.zeros((batch, num_v_heads, v_dim, k_dim), mx.float32)
     is_step = length == 1 or (num_states > 0 and length <= MAX_VERIFIED_TOKENS)
-    kernel: Any = mx.fast.cuda_kernel(
-        name="gated_delta_rows" if is_step else "gated_delta_prompt",
-        input_names=["q", "k", "v", "g", "beta", "state_in", *([] if is_step else ["length"])],
-        output_names=["y", "state_out", "states"],
-        source=SOURCE if is_step else "    const int T = length[0];" + SOURCE,
-    )
     sizes = {"Kept": num_states, "Hk": num_k_heads, "Hv": num_v_heads, "Dk": k_dim, "Dv": v_dim}
     sizes |= {"T": length} if is_step else {}
-    y, last, states = kernel(
+    y, last, states = _kernel(is_step)(
         inputs=[q, k, v, g, beta, state, *([] if is_step else [mx.array([length], mx.int32)])],
         template=[("InT", q.dtype), *sizes.items()],
         grid=(32, v_dim, batch * num_v_heads),
@@ -115,6 +112,17 @@ def run(
         output_dtypes=[q.dtype, mx.float32, mx.float32],
     )
     return y, last, states[:, :num_states]
+
+
+@cache
+def _kernel(is_step: bool) -> CudaKernel:
+    """Return the kernel for the tokens of a step, whose number is a constant of it, or for those of a prompt."""
+    return CudaKernel(
+        name="gated_delta_rows" if is_step else "gated_delta_prompt",
+        input_names=["q", "k", "v", "g", "beta", "state_in", *([] if is_step else ["length"])],
+        output_names=["y", "state_out", "states"],
+        source=SOURCE if is_step else "    const int T = length[0];" + SOURCE,
+    )
 
 
 def unmasked(g: mx.array, beta: mx.array, mask: mx.array | None) -> tuple[mx.array, mx.array]:

@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from engine.worker.cuda_kernel import CudaKernel
 from engine.worker.patches import few_rows_cuda
 from engine.worker.patches.few_rows_cuda import Weight
 
@@ -100,8 +101,8 @@ def expanded(module: Any, dtype: mx.Dtype) -> mx.array:
 
 
 @cache
-def _expansion(dtype: mx.Dtype) -> Any:
-    return mx.fast.cuda_kernel(
+def _expansion(dtype: mx.Dtype) -> CudaKernel:
+    return CudaKernel(
         name=f"expanded_{few_rows_cuda.NAMES[dtype]}",
         input_names=["w", "scales", "biases"],
         output_names=["y"],

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from engine.worker.cuda_kernel import CudaKernel
 from engine.worker.patches.few_rows_cuda import short
 
 WARPS = 4
@@ -87,8 +88,8 @@ def rotated_heads(
 
 
 @cache
-def _kernel(q_eps: float, k_eps: float) -> Any:
-    return mx.fast.cuda_kernel(
+def _kernel(q_eps: float, k_eps: float) -> CudaKernel:
+    return CudaKernel(
         name="rotated_heads",
         input_names=["queries", "keys", "cosines", "sines", "q_weight", "k_weight"],
         output_names=["q", "k"],

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from engine.worker.cuda_kernel import CudaKernel
 from engine.worker.kv_cache import BatchKVLayer
 from engine.worker.patches.few_rows_cuda import short
 
@@ -190,8 +191,8 @@ def attend(queries: mx.array, gates: mx.array, cache: BatchKVLayer, scale: float
 
 
 @cache
-def _kernel(scale: float) -> Any:
-    return mx.fast.cuda_kernel(
+def _kernel(scale: float) -> CudaKernel:
+    return CudaKernel(
         name="step_attention",
         input_names=["q", "gates", "keys", "values", "starts"],
         output_names=["y", "weights"],
@@ -201,8 +202,8 @@ def _kernel(scale: float) -> Any:
 
 
 @cache
-def _add_up() -> Any:
-    return mx.fast.cuda_kernel(
+def _add_up() -> CudaKernel:
+    return CudaKernel(
         name="step_attention_parts",
         input_names=["sums", "weights", "gates"],
         output_names=["y"],
