@@ -14,8 +14,8 @@ import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 import pytest
 
-from engine.worker.kernel_checks import few_rows_error
 from engine.worker import cuda_kernel
+from engine.worker.kernel_checks import few_rows_error
 from engine.worker.patches import few_rows_cuda, quantized_cuda
 from engine.worker.patches.few_rows_cuda import Weight
 from tests.support import cuda_on_cpu
