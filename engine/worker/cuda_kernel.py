@@ -27,6 +27,7 @@ _TYPES = """
 #include <cuda/std/cstdint>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#define INFINITY __int_as_float(0x7f800000)
 namespace mlx::core::cu {
 template <typename T> struct Eight {
     T values[8];
@@ -40,7 +41,8 @@ _HEADERS = {
     b"mlx/backend/cuda/device/utils.cuh": _TYPES.encode(),
     b"cooperative_groups.h": b"namespace cooperative_groups {}",
 }
-"""What stands for the headers of _INCLUDES: all that our kernels need of them, which takes half as long to compile."""
+"""What stands for the headers of _INCLUDES, all that our kernels need of them: a kernel is compiled in 0.2 s, not in
+1.3."""
 _NAMES = {
     mx.bool_: ("bool", "bool"),
     mx.int8: ("int8_t", "int8_t"),
@@ -56,6 +58,8 @@ _NAMES = {
     mx.float32: ("float", "float"),
 }
 """dtype -> its name in a kernel's source, and in a kernel's name."""
+failures: list[str] = []
+"""Why kernels of this process are not kept, each reason once."""
 NAMESPACE = "mlx::core::cu::"
 _SEED = 0xC70F6907
 """Of std::hash<std::string> in libstdc++."""
@@ -154,8 +158,8 @@ def keep_compiled(name: str, source: str) -> None:
         if path.exists():
             return
         write_code(path, name, *compiled(name, source))
-    except (OSError, RuntimeError, AttributeError) as error:
-        _warn(str(error))
+    except Exception as error:  # MLX compiles it then
+        _warn(f"{type(error).__name__}: {error}")
 
 
 def write_code(path: Path, name: str, code: bytes, lowered: str) -> None:
@@ -181,9 +185,10 @@ def write_code(path: Path, name: str, code: bytes, lowered: str) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-@cache
 def _warn(reason: str) -> None:
-    log.warning("compiled CUDA kernels are not kept, each start compiles them again: %s", reason)
+    if reason not in failures:
+        failures.append(reason)
+        log.warning("a compiled CUDA kernel is not kept, each start compiles it again: %s", reason)
 
 
 def code_path(name: str, source: str) -> Path:

@@ -1,0 +1,153 @@
+"""CUDA kernels are kept where MLX looks for them. NVRTC and a device are not here: that MLX finds them is a check of
+`orchard self-test`."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
+import pytest
+
+from engine.worker import cuda_kernel
+from engine.worker.cuda_kernel import CudaKernel, code_path, keep_compiled, kernel_name, std_hash
+
+SOURCE = "y[0] = x_shape[0] + scale[0];"
+TEMPLATE = [("T", mx.bfloat16), ("Rows", 16), ("Whole", True), ("Record", False)]
+INPUTS = [mx.zeros((2, 3), mx.float16), mx.array(1.0)]
+WHOLE = """
+#include "mlx/backend/cuda/device/utils.cuh"
+
+#include <cooperative_groups.h>
+
+constexpr int EXTRA = 1;
+namespace mlx::core::cu {
+
+namespace cg = cooperative_groups;
+
+__global__ void custom_kernel_example_bfloat16_t_16_t_f(
+    const __half* x,
+    const __grid_constant__ Shape x_shape,
+    const float* scale,
+    __nv_bfloat16* y,
+    uint32_t* counts) {
+  using T = __nv_bfloat16;
+  constexpr int Rows = 16;
+  constexpr bool Whole = true;
+  constexpr bool Record = false;
+
+y[0] = x_shape[0] + scale[0];
+}
+
+} // namespace mlx::core::cu
+"""
+"""As MLX 0.32 builds it."""
+
+
+class Launched:
+    """Stands for a kernel of `mx.fast.cuda_kernel`, which needs a device."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments
+        self.launches: list[dict[str, Any]] = []
+
+    def __call__(self, **launch: Any) -> list[mx.array]:
+        self.launches.append(launch)
+        return [mx.zeros(shape) for shape in launch["output_shapes"]]
+
+
+@pytest.fixture
+def kernel(monkeypatch, tmp_path) -> CudaKernel:
+    monkeypatch.setattr(mx.fast, "cuda_kernel", Launched)
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr(cuda_kernel, "failures", [])
+    return CudaKernel("example", ["x", "scale"], ["y", "counts"], SOURCE, "constexpr int EXTRA = 1;\n")
+
+
+def launch(kernel: CudaKernel, rows: int = 16, dtype: mx.Dtype = mx.bfloat16) -> list[mx.array]:
+    template = [("T", dtype), ("Rows", rows), ("Whole", True), ("Record", False)]
+    return kernel(INPUTS, template, (1, 1, 1), (1, 1, 1), [(1,), (1,)], [dtype, mx.uint32])
+
+
+def test_the_source_is_the_one_that_mlx_compiles(kernel):
+    name = kernel_name("example", TEMPLATE)
+    assert name == "custom_kernel_example_bfloat16_t_16_t_f"
+    assert kernel.whole_source(name, INPUTS, TEMPLATE, [mx.bfloat16, mx.uint32]) == WHOLE
+    assert kernel_name("plain", ()) == "custom_kernel_plain"
+    plain = CudaKernel("plain", [], ["y"], "y[0] = 1;").whole_source("custom_kernel_plain", [], (), [mx.float32])
+    assert plain.endswith("void custom_kernel_plain(\n    float* y) {\ny[0] = 1;\n}\n\n} // namespace mlx::core::cu\n")
+
+
+def test_the_hash_of_a_source_is_that_of_the_c_library(tmp_path):
+    if shutil.which("g++") is None:
+        assert not os.environ.get("CI"), "the hash is compared by g++, which is not here"
+        pytest.skip("the hash is compared by g++, which is not here")
+    texts = [("ab\xe4c" * 20)[:length].encode() for length in range(18)] + [WHOLE.encode()]
+    program = tmp_path / "hash.cpp"
+    program.write_text(
+        "#include <cstdio>\n#include <functional>\n#include <string>\n"
+        "int main(int n, char** texts) { for (int i = 1; i < n; ++i)"
+        ' std::printf("%zx\\n", std::hash<std::string>{}(texts[i])); }'
+    )
+    subprocess.run(["g++", "-O1", program, "-o", tmp_path / "hash"], check=True, timeout=120)
+    done = subprocess.run([tmp_path / "hash", *texts], capture_output=True, text=True, check=True, timeout=20)
+    assert done.stdout.split() == [f"{std_hash(text):x}" for text in texts]
+
+
+def test_each_form_is_compiled_once_and_kept_with_its_name(kernel, monkeypatch, tmp_path):
+    asked: list[str] = []
+    monkeypatch.setattr(cuda_kernel, "compiled", lambda name, source: asked.append(name) or (b"code", f"_Z{name}"))
+    for _ in range(2):
+        assert [y.shape for y in launch(kernel)] == [(1,), (1,)]
+    assert asked == ["custom_kernel_example_bfloat16_t_16_t_f"]
+    path = code_path(asked[0], WHOLE)
+    assert path.parent == tmp_path / "kept" and path.read_bytes() == b"code"
+    assert path.with_suffix(".txt").read_text() == f"mlx::core::cu::{asked[0]}\t_Z{asked[0]}\n"
+    assert len(list(path.parent.iterdir())) == 2, "nothing unfinished is left"
+
+    launch(CudaKernel("example", ["x", "scale"], ["y", "counts"], SOURCE, "constexpr int EXTRA = 1;\n"))
+    assert len(asked) == 1, "another start finds it"
+    launch(kernel, rows=32)
+    launch(kernel, dtype=mx.float32)
+    assert asked[1:] == ["custom_kernel_example_bfloat16_t_32_t_f", "custom_kernel_example_float_16_t_f"]
+    assert len(kernel._launch.launches) == 4
+
+
+def test_a_kernel_that_cannot_be_kept_is_launched_and_the_log_says_why_once(kernel, monkeypatch, caplog, tmp_path):
+    def failing(name: str, source: str) -> tuple[bytes, str]:
+        raise RuntimeError("nvrtcCompileProgram of libnvrtc.so.13 failed with status 6: INFINITY is undefined")
+
+    monkeypatch.setattr(cuda_kernel, "compiled", failing)
+    launch(kernel)
+    launch(kernel, rows=32)
+    assert len(kernel._launch.launches) == 2
+    [record] = caplog.records
+    assert "a compiled CUDA kernel is not kept" in record.message and "INFINITY is undefined" in record.message
+
+    (tmp_path / "kept").write_text("a file in the place of the folder")
+    monkeypatch.setattr(cuda_kernel, "compiled", lambda name, source: (b"code", "_Z"))
+    launch(kernel, rows=64)
+    assert len(kernel._launch.launches) == 3 and str(tmp_path / "kept") in caplog.records[-1].message
+
+
+def test_without_the_compiler_the_log_names_it(caplog, monkeypatch, tmp_path):
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cuda_kernel, "failures", [])
+    with pytest.raises(OSError, match="no-such-library"):
+        cuda_kernel.compiled("custom_kernel_example", WHOLE, "no-such-library.so")
+    monkeypatch.setattr(cuda_kernel, "compiled", lambda name, source: cuda_kernel.ctypes.CDLL("no-such-library.so"))
+    keep_compiled("custom_kernel_example", WHOLE)
+    assert "no-such-library.so" in caplog.text and not list(tmp_path.iterdir())
+
+
+def test_long_names_are_split_into_folders_as_mlx_does(monkeypatch, tmp_path):
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
+    name = "custom_kernel_" + "x" * 300
+    module = f"{name}_{std_hash(b'source'):x}"
+    assert code_path(name, "source") == tmp_path / module[:245] / f"{module[245:]}.ptx"
+    monkeypatch.delenv("MLX_PTX_CACHE_DIR")
+    assert code_path("short", "source").parent.parts[-3:-1] == ("mlx", "0.32.4")
+    assert isinstance(code_path("short", "source"), Path)
