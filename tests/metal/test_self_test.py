@@ -38,7 +38,9 @@ def test_the_checks_of_kernels_pass_and_reach_those_of_metal(tmp_path: Path):
     """MLX's own products of single tokens, the CPU's here, add up in bfloat16: the verifier cannot have their bits."""
     figures, num_calls = json.loads(run("-c", CHECKS, str(tmp_path)))
     for name, figure in figures.items():
-        assert isinstance(figure, dict), (name, figure)
+        if isinstance(figure, str):
+            assert "CUDA alone" in figure, (name, figure)
+            continue
         assert figure["value"] <= figure["limit"] or not figure["is_wrong"], (name, figure)
     for kernel in ("gated_delta_step", "with_states", "mrope", "quantized_verify_affine_qmv", "affine_fused_qmv"):
         assert any(kernel in name for name in num_calls), (kernel, num_calls)
@@ -47,7 +49,9 @@ def test_the_checks_of_kernels_pass_and_reach_those_of_metal(tmp_path: Path):
 @pytest.mark.night("it takes minutes; the gate runs the checks of kernels, and the zoo's tokens")
 def test_the_whole_self_test_passes_and_warns_of_the_bits_of_the_verifier_alone(tmp_path: Path):
     output = run("-m", "tests.metal.self_test_run", str(tmp_path), "--quick", "--dtype", "float32")
-    assert " 1 WARN, 0 FAIL, 0 SKIP" in output, output
-    assert all("exact verifier" in line for line in output.split("\n") if line.strip().startswith("WARN")), output
+    assert " 1 WARN, 0 FAIL, " in output, output
+    lines = [line.strip() for line in output.split("\n")]
+    assert all("exact verifier" in line for line in lines if line.startswith("WARN")), output
+    assert all("CUDA alone" in line for line in lines if line.startswith("SKIP")), output
     num_calls = json.loads(output.strip().split("\n")[-1])
     assert any("gated_delta" in name for name in num_calls), num_calls
