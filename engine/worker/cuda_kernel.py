@@ -9,7 +9,6 @@ the same compiler with the same options. Where that fails MLX compiles them as b
 import ctypes
 import logging
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import metadata
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+
+from engine.user_cache import user_cache
 
 log = logging.getLogger("orchard.engine")
 
@@ -191,14 +192,26 @@ def _warn(reason: str) -> None:
         log.warning("a compiled CUDA kernel is not kept, each start compiles it again: %s", reason)
 
 
+def keep_all() -> None:
+    """Let MLX keep code in the user's cache, by version and device; its default is a folder that a restart empties.
+
+    Call it before the first kernel. MLX_PTX_CACHE_DIR names another folder.
+    """
+    device = mx.device_info()
+    major, minor = (device.get(f"compute_capability_{part}", 0) for part in ("major", "minor"))
+    folder = user_cache() / "cuda-kernels" / f"mlx-{metadata.version('mlx')}-sm_{major}{minor}"
+    if "MLX_PTX_CACHE_DIR" not in os.environ:
+        os.environ["MLX_PTX_CACHE_DIR"] = str(folder)
+
+
 def code_path(name: str, source: str) -> Path:
     """Return the file in which MLX looks for a kernel's code; names longer than 245 characters are split into folders.
 
     Raises:
+        KeyError: `keep_all` was not called.
         OSError: The C++ library was not found.
     """
-    kept = os.environ.get("MLX_PTX_CACHE_DIR")
-    folder = Path(kept) if kept else Path(tempfile.gettempdir()) / "mlx" / metadata.version("mlx") / "ptx"
+    folder = Path(os.environ["MLX_PTX_CACHE_DIR"])
     module = f"{name}_{std_hash(source.encode()):x}"
     while len(module) > 245:
         folder, module = folder / module[:245], module[245:]

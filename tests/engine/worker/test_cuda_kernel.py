@@ -13,7 +13,7 @@ import mlx.core as mx  # isort: skip
 import pytest
 
 from engine.worker import cuda_kernel
-from engine.worker.cuda_kernel import CudaKernel, code_path, keep_compiled, kernel_name, std_hash
+from engine.worker.cuda_kernel import CudaKernel, code_path, keep_all, keep_compiled, kernel_name, std_hash
 
 SOURCE = "y[0] = x_shape[0] + scale[0];"
 TEMPLATE = [("T", mx.bfloat16), ("Rows", 16), ("Whole", True), ("Record", False)]
@@ -148,6 +148,14 @@ def test_long_names_are_split_into_folders_as_mlx_does(monkeypatch, tmp_path):
     name = "custom_kernel_" + "x" * 300
     module = f"{name}_{std_hash(b'source'):x}"
     assert code_path(name, "source") == tmp_path / module[:245] / f"{module[245:]}.ptx"
+
+
+def test_code_is_kept_by_version_and_device_in_the_cache_of_the_user_or_where_the_operator_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(mx, "device_info", lambda: {"compute_capability_major": 9, "compute_capability_minor": 0})
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/elsewhere")
+    keep_all()
+    assert code_path("short", "source").parent == Path("/elsewhere")
     monkeypatch.delenv("MLX_PTX_CACHE_DIR")
-    assert code_path("short", "source").parent.parts[-3:-1] == ("mlx", "0.32.4")
-    assert isinstance(code_path("short", "source"), Path)
+    keep_all()
+    assert code_path("short", "source").parent == tmp_path / "orchard" / "cuda-kernels" / "mlx-0.32.4-sm_90"
