@@ -1,16 +1,20 @@
-"""CUDA kernels whose compiled code is kept on disk, so that each is compiled once on a machine.
+"""CUDA kernels whose compiled code is cached on disk, so that a start finds what an earlier one has compiled.
 
-MLX 0.32.4 looks for a kernel's code in its folder, by the kernel's name and a hash of its source, and compiles what is
-not there. It writes the code of its own kernels, but not of those of `mx.fast.cuda_kernel`: every start compiled them
-again, and a batch of a size that was new stood still meanwhile. Here they are compiled before MLX looks for them, by
-the same compiler with the same options. Where that fails MLX compiles them as before, and the log says why.
+MLX 0.32.4 looks for a kernel's code in a folder, by the kernel's name and a hash of its source, and compiles what is
+not there. It writes the code of its own kernels (ml-explore/mlx#3587), but not of those of `mx.fast.cuda_kernel` (the
+last argument of `get_jit_module` in mlx/backend/cuda/custom_kernel.cpp): every start compiled them again, and rows
+waited for the kernels of a batch size that was new. Here a kernel is compiled before MLX looks for it, by the same
+compiler with the same options. If that fails, MLX compiles it, and the log and `/v1/status` say why. The file can be
+removed when MLX writes them itself.
 """
 
 import ctypes
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Sequence
 from functools import cache
+from hashlib import sha256
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +26,11 @@ from engine.user_cache import user_cache
 
 log = logging.getLogger("orchard.engine")
 
+NAMESPACE = "mlx::core::cu::"
+FOLDER = "MLX_PTX_CACHE_DIR"
+"""The environment variable with the folder of compiled code, which MLX reads when it compiles the first kernel."""
+_SEED = 0xC70F6907
+"""The seed of std::hash<std::string> in libstdc++."""
 _INCLUDES = '\n#include "mlx/backend/cuda/device/utils.cuh"\n\n#include <cooperative_groups.h>\n\n'
 _TYPES = """
 #pragma once
@@ -30,20 +39,20 @@ _TYPES = """
 #include <cuda_fp16.h>
 #define INFINITY __int_as_float(0x7f800000)
 namespace mlx::core::cu {
-template <typename T> struct Eight {
-    T values[8];
+template <typename T> struct Sizes {
+    T values[10];
     __device__ const T& operator[](int i) const { return values[i]; }
 };
-using Shape = Eight<int32_t>;
-using Strides = Eight<int64_t>;
+using Shape = Sizes<int32_t>;
+using Strides = Sizes<int64_t>;
 }
 """
 _HEADERS = {
     b"mlx/backend/cuda/device/utils.cuh": _TYPES.encode(),
     b"cooperative_groups.h": b"namespace cooperative_groups {}",
 }
-"""What stands for the headers of _INCLUDES, all that our kernels need of them: a kernel is compiled in 0.2 s, not in
-1.3."""
+"""Replacements of the headers in _INCLUDES: the parts that Orchard's kernels need. With them NVRTC compiles a kernel in
+0.2 s, with MLX's headers in 1.2 to 1.7 s (on a CPU of this project's tests)."""
 _NAMES = {
     mx.bool_: ("bool", "bool"),
     mx.int8: ("int8_t", "int8_t"),
@@ -59,20 +68,27 @@ _NAMES = {
     mx.float32: ("float", "float"),
 }
 """dtype -> its name in a kernel's source, and in a kernel's name."""
-failures: list[str] = []
-"""Why kernels of this process are not kept, each reason once."""
-NAMESPACE = "mlx::core::cu::"
-_SEED = 0xC70F6907
-"""Of std::hash<std::string> in libstdc++."""
+
+_failures: list[str] = []
 
 Template = Sequence[tuple[str, bool | int | mx.Dtype]]
+"""A kernel's constants and types, in the order of their declaration."""
+
+
+def failures() -> Sequence[str]:
+    """Return why code of this process could not be cached, each reason once."""
+    return tuple(_failures)
 
 
 class CudaKernel:
-    """A kernel of `mx.fast.cuda_kernel`, compiled at most once on a machine.
+    """A kernel of `mx.fast.cuda_kernel` whose compiled code is cached on disk.
 
     Args:
-        name: As all further ones, of `mx.fast.cuda_kernel`.
+        name: Name of the kernel, without the constants.
+        input_names: Names of the inputs in the source.
+        output_names: Names of the outputs in the source.
+        source: Body of the kernel.
+        header: Source before the kernel.
     """
 
     def __init__(
@@ -83,7 +99,7 @@ class CudaKernel:
         self._launch: Any = mx.fast.cuda_kernel(
             name=name, input_names=input_names, output_names=output_names, source=source, header=header
         )
-        self._kept: set[tuple[Any, ...]] = set()
+        self._cached_forms: set[tuple[Any, ...]] = set()
 
     def __call__(
         self,
@@ -95,12 +111,10 @@ class CudaKernel:
         output_dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
         """Launch the kernel, as `mx.fast.cuda_kernel` does."""
-        are_scalars = [array.ndim == 0 for array in inputs]
-        form = (*(value for _, value in template), *(array.dtype for array in inputs), *output_dtypes, *are_scalars)
-        if form not in self._kept:
-            self._kept.add(form)
-            name = kernel_name(self._name, template)
-            keep_compiled(name, self.whole_source(name, inputs, template, output_dtypes))
+        form = (*template, *[(array.dtype, array.ndim) for array in inputs], *output_dtypes)
+        if form not in self._cached_forms:
+            self._cached_forms.add(form)
+            self._cache(inputs, template, output_dtypes)
         return self._launch(
             inputs=inputs,
             template=template,
@@ -110,10 +124,31 @@ class CudaKernel:
             output_dtypes=output_dtypes,
         )
 
+    def _cache(self, inputs: Sequence[mx.array], template: Template, output_dtypes: Sequence[mx.Dtype]) -> None:
+        """Compile the kernel for such arrays and cache its code, unless it is there."""
+        try:
+            name = kernel_name(self._name, template)
+            source = self.whole_source(name, inputs, template, output_dtypes)
+            path = code_path(name, source)
+            if not _is_whole(path):
+                write_code(path, name, *compiled(name, source))
+        except Exception as error:  # MLX compiles the kernel then
+            reason = f"{type(error).__name__}: {error}"
+            if reason not in _failures:
+                _failures.append(reason)
+                log.warning("a compiled CUDA kernel is not cached, each start compiles it again: %s", reason)
+
     def whole_source(
         self, name: str, inputs: Sequence[mx.array], template: Template, output_dtypes: Sequence[mx.Dtype]
     ) -> str:
-        """Return the source that MLX compiles for such arrays, letter by letter: its hash is in the file's name."""
+        """Return exactly the source that MLX compiles for such arrays: the file's name contains its hash.
+
+        Args:
+            name: See `kernel_name`.
+            inputs: Arrays with the dtypes and numbers of dimensions of the inputs.
+            template: The kernel's constants and types.
+            output_dtypes: The dtypes of the outputs.
+        """
         parameters: list[str] = []
         for input_name, array in zip(self._input_names, inputs, strict=True):
             parameters.append(f"    const {_NAMES[array.dtype][0]}* {input_name}")
@@ -147,72 +182,72 @@ def kernel_name(name: str, template: Template) -> str:
     return "_".join([f"custom_kernel_{name}", *(suffix(value) for _, value in template)])
 
 
-def keep_compiled(name: str, source: str) -> None:
-    """Compile a kernel and write its code where MLX looks for it, unless it is there. Failures are logged.
+def use_cache_folder() -> None:
+    """Let MLX cache code in the user's cache, by version and device; a restart may empty its default folder.
 
-    Args:
-        name: As `kernel_name` says.
-        source: As `CudaKernel.whole_source` says.
+    Call it before the first kernel is compiled. Where the operator has named a folder (MLX_PTX_CACHE_DIR), it is used.
+    Code that was not written to its end is deleted.
     """
+    if FOLDER not in os.environ:
+        device, types = mx.device_info(), sha256(repr(_HEADERS).encode()).hexdigest()[:8]
+        architecture = f"sm_{device['compute_capability_major']}{device['compute_capability_minor']}"
+        os.environ[FOLDER] = str(
+            user_cache() / "cuda-kernels" / f"mlx-{metadata.version('mlx')}-{architecture}-{types}"
+        )
+    folder = Path(os.environ[FOLDER])
     try:
-        path = code_path(name, source)
-        if path.exists():
-            return
-        write_code(path, name, *compiled(name, source))
-    except Exception as error:  # MLX compiles it then
-        _warn(f"{type(error).__name__}: {error}")
+        folder.mkdir(parents=True, exist_ok=True)  # MLX caches nothing if another process makes it at the same time
+        for path in folder.rglob("*.ptx"):
+            if not _is_whole(path):
+                path.unlink(missing_ok=True)
+    except OSError as error:
+        _failures.append(str(error))
+        log.warning("compiled CUDA kernels are not cached, each start compiles them again: %s", error)
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a kernel's code and its names are there; both are written at the end."""
+    return all(file.exists() and file.stat().st_size > 0 for file in (path, path.with_suffix(".txt")))
 
 
 def write_code(path: Path, name: str, code: bytes, lowered: str) -> None:
-    """Write a kernel's code, and beside it the name that it has there, as MLX reads them.
+    """Write a kernel's code, and beside it the name of the kernel in the code, as MLX reads them.
 
     Args:
-        path: As `code_path` says.
-        name: As `kernel_name` says.
-        code: As `compiled` says.
-        lowered: As `compiled` says.
+        path: See `code_path`.
+        name: See `kernel_name`.
+        code: The device's code.
+        lowered: The name of the kernel in the code.
 
     Raises:
         OSError: A file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{os.getpid()}.unfinished")
-    names = f"{NAMESPACE}{name}\t{lowered}\n"
-    try:
-        for target, content in ((path.with_suffix(".txt"), names.encode()), (path, code)):  # MLX reads the code first
-            unfinished.write_bytes(content)
-            os.replace(unfinished, target)  # other engines may read or write them too
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _warn(reason: str) -> None:
-    if reason not in failures:
-        failures.append(reason)
-        log.warning("a compiled CUDA kernel is not kept, each start compiles it again: %s", reason)
-
-
-def keep_all() -> None:
-    """Let MLX keep code in the user's cache, by version and device; its default is a folder that a restart empties.
-
-    Call it before the first kernel. MLX_PTX_CACHE_DIR names another folder.
-    """
-    device = mx.device_info()
-    major, minor = (device.get(f"compute_capability_{part}", 0) for part in ("major", "minor"))
-    folder = user_cache() / "cuda-kernels" / f"mlx-{metadata.version('mlx')}-sm_{major}{minor}"
-    if "MLX_PTX_CACHE_DIR" not in os.environ:
-        os.environ["MLX_PTX_CACHE_DIR"] = str(folder)
+    names = f"{NAMESPACE}{name}\t{lowered}\n".encode()
+    for target, content in ((path.with_suffix(".txt"), names), (path, code)):  # MLX looks for the code first
+        handle, unfinished = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, target)  # other engines may read or write it at the same time
+        finally:
+            Path(unfinished).unlink(missing_ok=True)
 
 
 def code_path(name: str, source: str) -> Path:
     """Return the file in which MLX looks for a kernel's code; names longer than 245 characters are split into folders.
 
+    Args:
+        name: See `kernel_name`.
+        source: See `CudaKernel.whole_source`.
+
     Raises:
-        KeyError: `keep_all` was not called.
+        KeyError: `use_cache_folder` was not called.
         OSError: The C++ library was not found.
     """
-    folder = Path(os.environ["MLX_PTX_CACHE_DIR"])
-    module = f"{name}_{std_hash(source.encode()):x}"
+    folder, module = Path(os.environ[FOLDER]), f"{name}_{std_hash(source.encode()):x}"
     while len(module) > 245:
         folder, module = folder / module[:245], module[245:]
     return folder / f"{module}.ptx"
@@ -233,16 +268,16 @@ def compiled(name: str, source: str, library: str = "libnvrtc.so.13") -> tuple[b
     """Compile a kernel for the device by NVRTC, which MLX has loaded.
 
     Args:
-        name: As `kernel_name` says.
-        source: As `CudaKernel.whole_source` says.
-        library: NVRTC's file.
+        name: See `kernel_name`.
+        source: See `CudaKernel.whole_source`.
+        library: The file of NVRTC.
 
     Returns:
-        The device's code, and the name that the kernel has in it.
+        The device's code, and the name of the kernel in it.
 
     Raises:
         OSError: NVRTC was not found.
-        RuntimeError: It failed; with its log.
+        RuntimeError: The compiler failed; with its log.
     """
     nvrtc = ctypes.CDLL(library)
     program, expression = ctypes.c_void_p(), (NAMESPACE + name).encode()
@@ -269,7 +304,7 @@ def compiled(name: str, source: str, library: str = "libnvrtc.so.13") -> tuple[b
 
 
 def _log(nvrtc: ctypes.CDLL, program: ctypes.c_void_p) -> str:
-    """Return what the compiler wrote, behind a colon."""
+    """Return the compiler's messages, behind a colon."""
     size = ctypes.c_size_t()
     if not program or nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)) or size.value < 2:
         return ""
@@ -281,17 +316,16 @@ def _log(nvrtc: ctypes.CDLL, program: ctypes.c_void_p) -> str:
 @cache
 def _options() -> Sequence[str]:
     """Return the options with which MLX calls NVRTC."""
-    device: Mapping[str, Any] = mx.device_info()
+    device = mx.device_info()
     major, minor = int(device["compute_capability_major"]), int(device["compute_capability_minor"])
     spec = find_spec("mlx")
     assert spec is not None and spec.submodule_search_locations
     bundled = Path(next(iter(spec.submodule_search_locations))) / "include"
-    toolkit = bundled.parents[1] / "nvidia" / "cu13"
+    toolkit = bundled.parents[1] / "nvidia" / "cu13" / "include"
     if not toolkit.exists():
-        toolkit = Path(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda")
-    folders = (bundled, bundled / "cccl", toolkit / "include")
+        toolkit = Path(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda") / "include"
     return [
         "--device-as-default-execution-space",
         f"--gpu-architecture=sm_{major}{minor}{'a' if major >= 9 else ''}",
-        *(f"--include-path={folder}" for folder in folders),
+        *(f"--include-path={folder}" for folder in (bundled, bundled / "cccl", toolkit)),
     ]

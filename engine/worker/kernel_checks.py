@@ -3,6 +3,7 @@
 Each check returns a KernelFigure, or why it does not apply to this device.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -16,8 +17,8 @@ from mlx_vlm.models.qwen3_5 import gated_delta, language
 from mlx_vlm.models.qwen3_5.config import TextConfig
 from mlx_vlm.models.rope_utils import MRoPERotaryEmbedding
 
-from engine.worker import loader
-from engine.worker.cuda_kernel import CudaKernel, code_path, compiled, failures, kernel_name, write_code
+from engine.worker import cuda_kernel, loader
+from engine.worker.cuda_kernel import CudaKernel
 from engine.worker.kv_cache import BatchKVLayer, Cursor
 from engine.worker.patches import few_rows_cuda, step_attention_cuda
 from engine.worker.recurrent_layer import BatchRecurrentLayer
@@ -405,22 +406,27 @@ def cache_write() -> KernelFigure:
     return KernelFigure(copied, 0.5, f"share of {whole / 2**20:.0f} MiB that a step copies", is_wrong=False)
 
 
-def kept_kernels() -> KernelFigure | str:
-    """Keep code that adds 2 as that of a kernel that adds 1: MLX must find it, and all kernels so far must be kept."""
+def cached_kernels() -> KernelFigure | str:
+    """Cache code that adds 2 as that of a kernel that adds 1: MLX must run it, and all before must be cached."""
     if loader.device_kind() != "cuda":
-        return "compiled kernels are kept for CUDA alone"
-    x, name = mx.zeros(1), kernel_name("kept", ())
-    one, two = (CudaKernel("kept", ["x"], ["y"], f"y[0] = x[0] + {n};") for n in (1, 2))
-    path = code_path(name, one.whole_source(name, [x], (), [mx.float32]))
+        return "the cache of compiled kernels is for CUDA alone"
+    kernel, x = f"cached_{os.getpid()}", mx.zeros(1)
+    name = cuda_kernel.kernel_name(kernel, ())
+    one, two = (CudaKernel(kernel, ["x"], ["y"], f"y[0] = x[0] + {n};") for n in (1, 2))
+    path = cuda_kernel.code_path(name, one.whole_source(name, [x], (), [mx.float32]))
     try:
-        write_code(path, name, *compiled(name, two.whole_source(name, [x], (), [mx.float32])))
+        code = cuda_kernel.compiled(name, two.whole_source(name, [x], (), [mx.float32]))
+        cuda_kernel.write_code(path, name, *code)
         [y] = one([x], (), (1, 1, 1), (1, 1, 1), [(1,)], [mx.float32])
-        missed = 2 - float(np.array(y)[0])
+        is_found = float(np.array(y)[0]) == 2
+    except (OSError, RuntimeError) as error:
+        return KernelFigure(1.0, 0.0, str(error)[:300], is_wrong=False)
     finally:
         for file in (path, path.with_suffix(".txt")):
             file.unlink(missing_ok=True)
-    what = failures[0][:300] if failures else "1 if each start compiles CUDA kernels again"
-    return KernelFigure(missed + len(failures), 0.5, what, is_wrong=False)
+    reasons = [*([] if is_found else ["MLX does not read the cache"]), *cuda_kernel.failures()]
+    what = reasons[0][:300] if reasons else "no start compiles a kernel again"
+    return KernelFigure(len(reasons), 0.0, what, is_wrong=False)
 
 
 KERNEL_CHECKS: dict[str, Callable[[], KernelFigure | str]] = {
@@ -435,7 +441,7 @@ KERNEL_CHECKS: dict[str, Callable[[], KernelFigure | str]] = {
     "quantized output layer": quantized_head,
     "exact verifier, output layer": exact_verifier_head,
     "cache write (put_along_axis)": cache_write,
-    "compiled kernels are kept": kept_kernels,
+    "cache of CUDA kernels": cached_kernels,
 }
 
 

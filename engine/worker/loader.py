@@ -33,7 +33,7 @@ from engine.processing.reranker import Reranker
 from engine.processing.tokenizer_match import why_different
 from engine.protocol import EngineFailed
 from engine.start_phase import StartPhase
-from engine.worker import mtp_loader
+from engine.worker import cuda_kernel, mtp_loader
 from engine.worker.config_fields import check_fields
 from engine.worker.draft_model import draft_unsupported_reason
 from engine.worker.dropped_weights import check_dropped
@@ -343,6 +343,8 @@ def use_device(device: str) -> None:
         raise EngineFailed("device: gpu is configured, but MLX finds no GPU here; use cpu or auto")
     if device == "cpu":
         mx.set_default_device(mx.cpu)
+    if device_kind() == "cuda":
+        cuda_kernel.use_cache_folder()
     metal_on_cpu.install()
 
 

@@ -35,6 +35,7 @@ from engine.worker import (
     attention_costs,
     blas,
     cost_cache,
+    cuda_kernel,
     loader,
     memory,
     memory_costs,
@@ -187,6 +188,8 @@ class MLXRunner:
                     key,
                     lambda: self._measured_costs(a_snapshot, heads),
                 )
+        if loader.device_kind() == "cuda":
+            self.capabilities["kernel_cache"] = next(iter(cuda_kernel.failures()), "yes")
         mx.clear_cache()
         progress(1.0)
 

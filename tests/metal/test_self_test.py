@@ -27,6 +27,15 @@ print(json.dumps([{name: figure if isinstance(figure, str) else vars(figure) for
 """
 
 
+OF_CUDA = (
+    "products of few rows, 4 and 8 bits",
+    "decoder layers, same bits",
+    "attention of decode steps",
+    "cache of CUDA kernels",
+)
+"""Checks of kernels that Metal does not have."""
+
+
 def run(*command: str) -> str:
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -38,9 +47,10 @@ def test_the_checks_of_kernels_pass_and_reach_those_of_metal(tmp_path: Path):
     """MLX's own products of single tokens, the CPU's here, add up in bfloat16: the verifier cannot have their bits."""
     figures, num_calls = json.loads(run("-c", CHECKS, str(tmp_path)))
     for name, figure in figures.items():
-        if isinstance(figure, str):
-            assert "CUDA alone" in figure, (name, figure)
+        if name in OF_CUDA:
+            assert isinstance(figure, str) and "CUDA alone" in figure, (name, figure)
             continue
+        assert isinstance(figure, dict), (name, figure)
         assert figure["value"] <= figure["limit"] or not figure["is_wrong"], (name, figure)
     for kernel in ("gated_delta_step", "with_states", "mrope", "quantized_verify_affine_qmv", "affine_fused_qmv"):
         assert any(kernel in name for name in num_calls), (kernel, num_calls)
@@ -49,7 +59,7 @@ def test_the_checks_of_kernels_pass_and_reach_those_of_metal(tmp_path: Path):
 @pytest.mark.night("it takes minutes; the gate runs the checks of kernels, and the zoo's tokens")
 def test_the_whole_self_test_passes_and_warns_of_the_bits_of_the_verifier_alone(tmp_path: Path):
     output = run("-m", "tests.metal.self_test_run", str(tmp_path), "--quick", "--dtype", "float32")
-    assert " 1 WARN, 0 FAIL, " in output, output
+    assert f" 1 WARN, 0 FAIL, {len(OF_CUDA)} SKIP" in output, output
     lines = [line.strip() for line in output.split("\n")]
     assert all("exact verifier" in line for line in lines if line.startswith("WARN")), output
     assert all("CUDA alone" in line for line in lines if line.startswith("SKIP")), output

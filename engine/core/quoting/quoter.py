@@ -182,7 +182,9 @@ class Quoter:
     def _rows_s(self, question: Question, load: EngineLoad, ahead: Sequence[PromptLeft]) -> float:
         """Return the seconds until enough rows have ended, where the decode batch or its memory is full.
 
-        Rows that are still ahead count as running: they will be, up to a full batch.
+        Rows that are still ahead count as running: they will be, up to a full batch. The rows that decode now are taken
+        to end one after the other in the time of an answer, rows that have not begun to end after a whole one, and
+        memory to be freed evenly.
         """
         waiting = load.num_queued - len(load.queued) + sum(one.num_rows for one in ahead)
         num_rows = load.num_decoding + sum(one.num_rows for one in load.in_progress) + waiting
@@ -195,7 +197,8 @@ class Quoter:
         held_bytes = load.reserved_bytes + sum(self._row_bytes(one.end, one.num_rows) for one in ahead)
         missing_bytes = held_bytes + self._row_bytes(question.num_tokens, question.num_choices) - room_bytes
         share_of_bytes = min(missing_bytes, held_bytes) / max(min(held_bytes, room_bytes), 1)
-        return max(0.0, missing / num_running, share_of_bytes) * load.answer_tokens * token_s
+        share_of_rows = max(min(missing / max(load.num_decoding, 1), 1.0), missing / num_running)
+        return max(0.0, share_of_rows, share_of_bytes) * load.answer_tokens * token_s
 
     def _row_bytes(self, num_tokens: int, num_rows: int = 1) -> int:
         costs = self._costs_of_memory

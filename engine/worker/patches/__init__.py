@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from engine.worker import cuda_kernel, loader
+from engine.worker import loader
 from engine.worker.patches import (
     afm7_reuse,
     attention_cpu,
@@ -51,7 +51,6 @@ def install(decodes: bool) -> None:
         attention_cpu.install()
         silu_cpu.install()
     elif mx.cuda.is_available():
-        cuda_kernel.keep_all()
         few_rows_cuda.install()
         gated_delta_cuda.install()
         quantized_cuda.install()

@@ -1,10 +1,11 @@
-"""CUDA kernels are kept where MLX looks for them. NVRTC and a device are not here: that MLX finds them is a check of
-`orchard self-test`."""
+"""CUDA kernels are cached where MLX looks for them. NVRTC and a device are not here: that MLX finds them is a check of
+`orchard self-test` ("cache of CUDA kernels").
+"""
 
 import os
 import shutil
 import subprocess
-from pathlib import Path
+import sys
 from typing import Any
 
 import engine.worker  # noqa: F401  # before MLX
@@ -13,7 +14,9 @@ import mlx.core as mx  # isort: skip
 import pytest
 
 from engine.worker import cuda_kernel
-from engine.worker.cuda_kernel import CudaKernel, code_path, keep_all, keep_compiled, kernel_name, std_hash
+from engine.worker.cuda_kernel import CudaKernel, code_path, kernel_name, std_hash, use_cache_folder
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="CUDA is supported on Linux alone")
 
 SOURCE = "y[0] = x_shape[0] + scale[0];"
 TEMPLATE = [("T", mx.bfloat16), ("Rows", 16), ("Whole", True), ("Record", False)]
@@ -44,7 +47,7 @@ y[0] = x_shape[0] + scale[0];
 
 } // namespace mlx::core::cu
 """
-"""As MLX 0.32 builds it."""
+"""Written after `build_kernel` in MLX's custom_kernel.cpp."""
 
 
 class Launched:
@@ -62,8 +65,8 @@ class Launched:
 @pytest.fixture
 def kernel(monkeypatch, tmp_path) -> CudaKernel:
     monkeypatch.setattr(mx.fast, "cuda_kernel", Launched)
-    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "kept"))
-    monkeypatch.setattr(cuda_kernel, "failures", [])
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "cached"))
+    monkeypatch.setattr(cuda_kernel, "_failures", [])
     return CudaKernel("example", ["x", "scale"], ["y", "counts"], SOURCE, "constexpr int EXTRA = 1;\n")
 
 
@@ -97,14 +100,14 @@ def test_the_hash_of_a_source_is_that_of_the_c_library(tmp_path):
     assert done.stdout.split() == [f"{std_hash(text):x}" for text in texts]
 
 
-def test_each_form_is_compiled_once_and_kept_with_its_name(kernel, monkeypatch, tmp_path):
+def test_each_form_is_compiled_once_and_cached_with_its_name(kernel, monkeypatch, tmp_path):
     asked: list[str] = []
     monkeypatch.setattr(cuda_kernel, "compiled", lambda name, source: asked.append(name) or (b"code", f"_Z{name}"))
     for _ in range(2):
         assert [y.shape for y in launch(kernel)] == [(1,), (1,)]
     assert asked == ["custom_kernel_example_bfloat16_t_16_t_f"]
     path = code_path(asked[0], WHOLE)
-    assert path.parent == tmp_path / "kept" and path.read_bytes() == b"code"
+    assert path.parent == tmp_path / "cached" and path.read_bytes() == b"code"
     assert path.with_suffix(".txt").read_text() == f"mlx::core::cu::{asked[0]}\t_Z{asked[0]}\n"
     assert len(list(path.parent.iterdir())) == 2, "nothing unfinished is left"
 
@@ -116,7 +119,7 @@ def test_each_form_is_compiled_once_and_kept_with_its_name(kernel, monkeypatch, 
     assert len(kernel._launch.launches) == 4
 
 
-def test_a_kernel_that_cannot_be_kept_is_launched_and_the_log_says_why_once(kernel, monkeypatch, caplog, tmp_path):
+def test_a_kernel_that_cannot_be_cached_is_launched_and_the_log_says_why_once(kernel, monkeypatch, caplog, tmp_path):
     def failing(name: str, source: str) -> tuple[bytes, str]:
         raise RuntimeError("nvrtcCompileProgram of libnvrtc.so.13 failed with status 6: INFINITY is undefined")
 
@@ -125,22 +128,35 @@ def test_a_kernel_that_cannot_be_kept_is_launched_and_the_log_says_why_once(kern
     launch(kernel, rows=32)
     assert len(kernel._launch.launches) == 2
     [record] = caplog.records
-    assert "a compiled CUDA kernel is not kept" in record.message and "INFINITY is undefined" in record.message
+    assert "a compiled CUDA kernel is not cached" in record.message and "INFINITY is undefined" in record.message
 
-    (tmp_path / "kept").write_text("a file in the place of the folder")
+    (tmp_path / "cached").write_text("a file in the place of the folder")
     monkeypatch.setattr(cuda_kernel, "compiled", lambda name, source: (b"code", "_Z"))
     launch(kernel, rows=64)
-    assert len(kernel._launch.launches) == 3 and str(tmp_path / "kept") in caplog.records[-1].message
+    assert len(kernel._launch.launches) == 3 and str(tmp_path / "cached") in caplog.records[-1].message
 
 
-def test_without_the_compiler_the_log_names_it(caplog, monkeypatch, tmp_path):
-    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cuda_kernel, "failures", [])
+def test_without_the_compiler_or_with_an_unknown_dtype_the_log_says_so_and_the_kernel_is_launched(kernel, caplog):
     with pytest.raises(OSError, match="no-such-library"):
         cuda_kernel.compiled("custom_kernel_example", WHOLE, "no-such-library.so")
-    monkeypatch.setattr(cuda_kernel, "compiled", lambda name, source: cuda_kernel.ctypes.CDLL("no-such-library.so"))
-    keep_compiled("custom_kernel_example", WHOLE)
-    assert "no-such-library.so" in caplog.text and not list(tmp_path.iterdir())
+    kernel([mx.zeros(1, mx.complex64)], [], (1, 1, 1), (1, 1, 1), [(1,)], [mx.float32])
+    assert len(kernel._launch.launches) == 1 and "complex64" in caplog.text
+    assert len(cuda_kernel.failures()) == 1
+
+
+def test_code_that_was_not_written_to_its_end_is_compiled_again(kernel, monkeypatch, tmp_path):
+    monkeypatch.setattr(cuda_kernel, "compiled", lambda name, source: (b"code", "_Z"))
+    launch(kernel)
+    path = code_path(kernel_name("example", TEMPLATE), WHOLE)
+    path.write_bytes(b"")
+    foreign = tmp_path / "cached" / "unary_op.ptx"
+    foreign.write_bytes(b"half")
+    use_cache_folder()
+    assert not path.exists() and not foreign.exists()
+    launch(CudaKernel("example", ["x", "scale"], ["y", "counts"], SOURCE, "constexpr int EXTRA = 1;\n"))
+    assert path.read_bytes() == b"code"
+    use_cache_folder()
+    assert path.exists()
 
 
 def test_long_names_are_split_into_folders_as_mlx_does(monkeypatch, tmp_path):
@@ -150,12 +166,22 @@ def test_long_names_are_split_into_folders_as_mlx_does(monkeypatch, tmp_path):
     assert code_path(name, "source") == tmp_path / module[:245] / f"{module[245:]}.ptx"
 
 
-def test_code_is_kept_by_version_and_device_in_the_cache_of_the_user_or_where_the_operator_says(monkeypatch, tmp_path):
+def test_code_is_cached_by_version_and_device_for_the_user_or_where_the_operator_says(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(mx, "device_info", lambda: {"compute_capability_major": 9, "compute_capability_minor": 0})
-    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/elsewhere")
-    keep_all()
-    assert code_path("short", "source").parent == Path("/elsewhere")
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "elsewhere"))
+    use_cache_folder()
+    assert code_path("short", "source").parent == tmp_path / "elsewhere"
     monkeypatch.delenv("MLX_PTX_CACHE_DIR")
-    keep_all()
-    assert code_path("short", "source").parent == tmp_path / "orchard" / "cuda-kernels" / "mlx-0.32.4-sm_90"
+    use_cache_folder()
+    folder = code_path("short", "source").parent
+    assert folder.parent == tmp_path / "orchard" / "cuda-kernels" and folder.name.startswith("mlx-0.32.4-sm_90-")
+    assert folder.is_dir()
+
+
+def test_a_folder_that_cannot_be_made_is_reported_and_costs_no_start(monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(cuda_kernel, "_failures", [])
+    use_cache_folder()
+    assert str(tmp_path / "file") in caplog.text and cuda_kernel.failures()

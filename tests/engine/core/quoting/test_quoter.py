@@ -9,7 +9,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.core.quoting.bookings import BOOKING_S
-from engine.core.quoting.load import OPEN_S
+from engine.core.quoting.load import OPEN_S, PromptLeft
 from engine.core.quoting.quoter import _booked
 from engine.core.quoting.residents import RESIDENT_S
 from engine.core.scheduler_output import Published
@@ -142,7 +142,23 @@ def test_requests_that_are_booked_fill_an_idle_engine_too():
     token_s = engine.core.costs.token_s(4)
     assert token_s is not None
     answer_s = engine.core.quoter._recorder.load.answer_tokens * token_s
-    assert after.wait_s == pytest.approx(answer_s / 4), "the first of four rows ends after a quarter of an answer"
+    assert after.wait_s == pytest.approx(answer_s), "none of the four rows has begun"
+
+
+@pytest.mark.parametrize(
+    ("num_decoding", "num_booked", "answers"),
+    [(2, 1, 0), (4, 0, 0.25), (4, 2, 0.75), (2, 2, 0.5), (1, 3, 1), (0, 4, 1), (0, 5, 1), (4, 4, 1.25), (0, 8, 1.25)],
+)
+def test_rows_that_decode_end_one_by_one_and_booked_rows_after_a_whole_answer(num_decoding, num_booked, answers):
+    engine = Engine(max_running=4)
+    engine.send("a", engine.prompt(2_500), keys(10, 11))
+    engine.finish()
+    load = replace(engine.core.quoter._recorder.load, num_decoding=num_decoding)
+    booked = [PromptLeft(0, 1, 1, 0, float("-inf"))] * num_booked
+    token_s = engine.core.costs.token_s(min(num_decoding + num_booked, 4))
+    assert token_s is not None
+    rows_s = engine.core.quoter._rows_s(question(keys(20, 30), 1), load, booked)
+    assert rows_s / (load.answer_tokens * token_s) == pytest.approx(answers)
 
 
 def test_a_queue_behind_full_memory_waits_for_as_many_rows_as_are_missing():
