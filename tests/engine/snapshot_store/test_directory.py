@@ -103,6 +103,17 @@ def test_a_directory_that_cannot_be_written_to_is_refused(path: Path, monkeypatc
         SnapshotDirectory(path, MODEL, ROOMY)
 
 
+def test_a_file_of_another_model_or_another_snapshot_is_not_adopted(path: Path, tmp_path: Path) -> None:
+    directory = SnapshotDirectory(path, MODEL, ROOMY)
+    for place, model, wanted in (("foreign", OTHER_MODEL, "root"), ("own", MODEL, "other"), ("right", MODEL, "root")):
+        write(SnapshotDirectory(tmp_path / place, model, ROOMY), "root")
+        with directory.temporary(digest_of(wanted)) as file:
+            file.write(path_of(tmp_path / place, "root").read_bytes())
+            assert directory.adopt(digest_of(wanted), file) == (None if place == "right" else "mismatch")
+        assert (digest_of("root") in directory.files) == (place == "right")
+    assert not temporaries(path)
+
+
 def test_foreign_files_are_counted_and_never_touched(path: Path, tmp_path: Path) -> None:
     path.mkdir()
     write(SnapshotDirectory(tmp_path / "elsewhere", MODEL, ROOMY), "linked")

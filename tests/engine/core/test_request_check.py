@@ -1,0 +1,38 @@
+"""A request is refused on arrival only if it could never be served."""
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.core.request_check import check_request
+from engine.protocol import ContextLengthExceeded, EngineRequest, InvalidRequest, SamplingParams
+from tests.support.fake_runner import FakeRunner
+
+CONTEXT = 100
+
+
+def check(num_tokens: int, max_tokens: int, **fields) -> None:
+    runner = FakeRunner()
+    runner.max_context_tokens = CONTEXT
+    token_ids = np.ones(num_tokens, np.int32)
+    check_request(EngineRequest("a", token_ids, SamplingParams(max_tokens), (), **fields), EngineConfig(), runner)
+
+
+def test_a_prompt_whose_answer_just_fits_is_accepted_and_a_longer_one_refused_with_the_numbers():
+    for num_tokens in (1, 40, 99):
+        check(num_tokens, CONTEXT - num_tokens)
+        with pytest.raises(ContextLengthExceeded) as refused:
+            check(num_tokens, CONTEXT - num_tokens + 1)
+        assert refused.value.args[:3] == (num_tokens, CONTEXT - num_tokens + 1, CONTEXT)
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(InvalidRequest, match="the prompt has 0 tokens"):
+        check(0, 1)
+
+
+def test_as_many_choices_as_rows_are_accepted_and_one_more_refused():
+    most = EngineConfig().max_running
+    check(1, 1, num_choices=most)
+    with pytest.raises(InvalidRequest, match=f"n is {most + 1}; it must be between 1 and {most}"):
+        check(1, 1, num_choices=most + 1)
