@@ -343,7 +343,7 @@ def use_device(device: str) -> None:
         raise EngineFailed("device: gpu is configured, but MLX finds no GPU here; use cpu or auto")
     if device == "cpu":
         mx.set_default_device(mx.cpu)
-    if device_kind() == "cuda":
+    if on_gpu() and mx.cuda.is_available():
         cuda_kernel.use_cache_folder()
     metal_on_cpu.install()
 
