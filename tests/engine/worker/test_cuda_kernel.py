@@ -151,6 +151,7 @@ def test_code_that_was_not_written_to_its_end_is_compiled_again(kernel, monkeypa
     path.write_bytes(b"")
     foreign = tmp_path / "cached" / "unary_op.ptx"
     foreign.write_bytes(b"half")
+    monkeypatch.setattr(mx, "device_info", lambda: {"compute_capability_major": 9, "compute_capability_minor": 0})
     use_cache_folder()
     assert not path.exists() and not foreign.exists()
     launch(CudaKernel("example", ["x", "scale"], ["y", "counts"], SOURCE, "constexpr int EXTRA = 1;\n"))
@@ -175,13 +176,16 @@ def test_code_is_cached_by_version_and_device_for_the_user_or_where_the_operator
     monkeypatch.delenv("MLX_PTX_CACHE_DIR")
     use_cache_folder()
     folder = code_path("short", "source").parent
-    assert folder.parent == tmp_path / "orchard" / "cuda-kernels" and folder.name.startswith("mlx-0.32.4-sm_90-")
+    assert folder.parent == tmp_path / "orchard" / "cuda-kernels" and folder.name.startswith("mlx-0.32.4-sm_90a-")
     assert folder.is_dir()
 
 
-def test_a_folder_that_cannot_be_made_is_reported_and_costs_no_start(monkeypatch, tmp_path, caplog):
+def test_a_folder_that_cannot_be_made_is_reported_and_costs_no_start(kernel, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(mx, "device_info", lambda: {"compute_capability_major": 9, "compute_capability_minor": 0})
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "file"))
-    monkeypatch.setattr(cuda_kernel, "_failures", [])
     use_cache_folder()
-    assert str(tmp_path / "file") in caplog.text and cuda_kernel.failures()
+    assert str(tmp_path / "file") in caplog.text and len(cuda_kernel.failures()) == 1
+    assert "MLX_PTX_CACHE_DIR" not in os.environ, "MLX uses its default"
+    launch(kernel)
+    assert len(kernel._launch.launches) == 1 and len(cuda_kernel.failures()) == 1
