@@ -86,7 +86,10 @@ class Books:
             mx.reset_peak_memory()
             self.core.step()
             booked, peak = max(before, self._scheduled, self.booked()), self._now(mx.get_peak_memory())
-            self.least_margin = min(self.least_margin, booked / peak)
+            # The next step is launched before this one is read. A device that is behind, as on a busy machine, frees
+            # this one's results only after it has allocated those of the next.
+            ahead = self.core.scheduler.num_decoding * self.budget.costs.row_step_bytes
+            self.least_margin = min(self.least_margin, (booked + ahead) / peak)
             resident = self.booked() - self.budget.accounts.transient_bytes
             if not self.budget.reserved_bytes:
                 mx.synchronize()  # the round ahead that nobody needs any more is still being computed

@@ -8,7 +8,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core.cost_model import CostModel
-from engine.core.memory.budget import MemoryBudget
+from engine.core.memory.budget import OBSERVATIONS, MemoryBudget
 from engine.core.memory.costs import MemoryCosts
 from engine.core.row import Row
 from engine.core.runner import PLAIN, PrefillOutput, RowOutput
@@ -157,7 +157,8 @@ def test_a_growing_row_gets_memory_by_shrinking_the_next_chunk():
     budget.reserve_chunk(new, 120)  # as while nothing decoded
     while not budget.needs_more_slots(row):
         scheduler.update_decode({row.id: RowOutput((7,))})
-    budget.observe(budget.needs.limit_bytes - budget.accounts.transient_bytes)
+    for _ in range(OBSERVATIONS):
+        budget.observe(budget.needs.limit_bytes - budget.accounts.transient_bytes)
     work = step_of(scheduler)
     assert list(work.prefill) == [new] and not work.drop and not budget.needs_more_slots(row)
 
