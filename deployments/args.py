@@ -11,8 +11,8 @@ from deployments.http.openai.tool_wire import Tools, check_tools
 from deployments.tracing import TracingConfig, why_not
 from engine.config import EngineConfig, Frozen, MediaConfig, SpecPrefillConfig
 from engine.demo import has_tokenizer_of_demo
+from engine.errors import InvalidRequest
 from engine.gpus import MAX_ENGINES, num_engines
-from engine.protocol import InvalidRequest
 
 DRAIN_TIMEOUT_S = 25.0
 

@@ -52,6 +52,7 @@ from deployments.serve_log import join_serve_log
 from deployments.status.graph_status import STATUS_TIMEOUT_S, GraphStatus
 from deployments.status.node_replicas import NodeReplicas
 from deployments.tracing import Tracing
+from engine.errors import InvalidRequest, Unavailable
 from engine.placement import TakenOver
 from engine.processing.checkpoint import media_kinds, read_config, resolve_checkpoint
 from engine.processing.context import choose_context
@@ -59,7 +60,6 @@ from engine.processing.fingerprint import checkpoint_fingerprint
 from engine.processing.pooling import EmbeddingModel
 from engine.processing.reranker import Reranker
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import InvalidRequest, Unavailable
 
 log = logging.getLogger("ray.serve")
 

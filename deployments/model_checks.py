@@ -7,6 +7,7 @@ from pathlib import Path
 
 from deployments.args import AppArgs
 from engine.config import DraftModelConfig
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import (
     check_weights,
     draft_of,
@@ -18,7 +19,6 @@ from engine.processing.checkpoint import (
     vocab_size,
 )
 from engine.processing.context import choose_context
-from engine.protocol import EngineFailed
 
 IMAGE_OPTIONS = ("vision_cache_mb", "image_memory_mb")
 """Options of the engine that have an effect only with images."""

@@ -22,18 +22,12 @@ from deployments.snapshot_sharing import sharing_of
 from deployments.status.ray_mirror import RayMirror, mirror_to_ray
 from engine import retry_after
 from engine.config import EngineConfig
+from engine.errors import EngineFailed, Unavailable
 from engine.placement import MovableSnapshot, Question, Quote, TakenOver
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.fingerprint import checkpoint_fingerprint
-from engine.protocol import (
-    CacheCleared,
-    CachedPrefix,
-    CacheStatus,
-    EngineFailed,
-    EngineRequest,
-    TokenChunk,
-    Unavailable,
-)
+from engine.protocol import CachedPrefix, EngineRequest, TokenChunk
+from engine.status import CacheCleared, CacheStatus
 from engine.timeline import RowTimeline
 
 log = logging.getLogger("ray.serve")

@@ -10,9 +10,9 @@ import ray
 
 from deployments.autoscaling import engines_by_node
 from deployments.process import node_id
+from engine.errors import EngineFailed
 from engine.node_share import NodeShare
 from engine.process_lock import LockHeld, ProcessLock, holder_of
-from engine.protocol import EngineFailed
 
 WAIT_S = 20.0
 """Wait for the number of an engine that is shutting down, as when a replica is replaced."""

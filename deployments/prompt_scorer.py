@@ -15,7 +15,7 @@ from deployments.ray_internals import by_reference, http_request_id, listen_on_n
 from deployments.serve_log import join_serve_log
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.core.spec_prefill.plan import Scored, ScoreRequest
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 
 log = logging.getLogger("ray.serve")
 

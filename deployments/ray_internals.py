@@ -14,7 +14,7 @@ from ray.serve import context as serve_context
 from ray.serve._private import local_testing_mode, replica
 
 from deployments.engine_ids import routing_id
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 
 ALL_ADDRESSES = "[::]:0"
 """Where Serve's replicas listen: any port of all addresses."""

@@ -7,7 +7,7 @@ current task belongs to; a line of another thread names it by `extra={"request_i
 
 import logging
 
-from engine.protocol import Cancelled, InvalidRequest, Overloaded, ScoringTooSlow, Unavailable
+from engine.errors import Cancelled, InvalidRequest, Overloaded, ScoringTooSlow, Unavailable
 
 PROBES = ("/health", "/health/live", "/health/ready", "/ping")
 """Routes that load balancers ask every few seconds."""

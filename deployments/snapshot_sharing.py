@@ -11,7 +11,7 @@ from deployments.cluster.folder import FolderError
 from deployments.cluster.mutual_tls import machine_tls_in
 from deployments.ray_internals import cluster_token
 from engine.config import EngineConfig
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 from engine.snapshot_store.exchange import Sharing
 
 PURPOSE = b"orchard snapshots"

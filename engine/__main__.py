@@ -15,21 +15,13 @@ from pydantic import ValidationError
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig, MediaConfig, RopeScaling
+from engine.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, OrchardError
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.images import ImagePreprocessor
 from engine.processing.pooling import EmbeddingModel
 from engine.processing.reranker import Reranker
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import (
-    ContextLengthExceeded,
-    EngineFailed,
-    EngineRequest,
-    FinishReason,
-    ImagePatches,
-    InvalidRequest,
-    OrchardError,
-    SamplingParams,
-)
+from engine.protocol import EngineRequest, FinishReason, ImagePatches, SamplingParams
 from engine.self_test.bench import FULL, QUICK
 from engine.self_test.self_test import SelfTest
 from engine.worker.model_report import check_before_start, check_each, report

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from engine.device_thread import DeviceThread, W
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 
 log = logging.getLogger("orchard.engine")
 

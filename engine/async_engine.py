@@ -18,29 +18,16 @@ from engine.core.quoting.quoter import ESTIMATE_MARGIN
 from engine.core.request_check import check_request
 from engine.core.runner import ModelRunner
 from engine.core.scheduler_output import Published
+from engine.errors import EngineFailed, InvalidRequest, Overloaded, QueueTimeout, Unavailable
 from engine.figures import EngineFigures
 from engine.grammar_compilers import GrammarCompilers
 from engine.host_memory import total_bytes
 from engine.pinned_prompts import PinnedPrompts
 from engine.placement import Question, Quote, Refusal
-from engine.protocol import (
-    HEARTBEAT,
-    CacheCleared,
-    CachedPrefix,
-    CacheStatus,
-    EngineFailed,
-    EngineRequest,
-    EngineStatus,
-    FetchStatus,
-    FinishReason,
-    InvalidRequest,
-    Overloaded,
-    QueueTimeout,
-    TokenChunk,
-    Unavailable,
-)
+from engine.protocol import HEARTBEAT, CachedPrefix, EngineRequest, FinishReason, TokenChunk
 from engine.snapshot_store.exchange import Sharing, SnapshotExchange
 from engine.snapshot_store.files import SnapshotFiles, SnapshotLost
+from engine.status import CacheCleared, CacheStatus, EngineStatus, FetchStatus
 from engine.take_over import SnapshotTakeOver
 from engine.timeline import RowTimeline
 from engine.token_stream import TokenStream

@@ -6,9 +6,9 @@ Any number of engines may run on a CPU.
 import os
 from collections.abc import Sequence
 
+from engine.errors import EngineFailed
 from engine.gpus import VISIBLE
 from engine.process_lock import LockHeld, ProcessLock, holder_of, lock_path
-from engine.protocol import EngineFailed
 
 TIMEOUT_S = 10.0
 """Wait for an engine that is shutting down, as when a replica is replaced."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from engine.core.request_figures import RequestFigures
-from engine.protocol import CacheCounters, EngineStatus, FetchStatus
+from engine.status import CacheCounters, EngineStatus, FetchStatus
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 from typing import Literal
 
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Variable with the GPUs that a process sees, the first of which MLX uses: numbers or UUIDs, separated by commas."""

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 from engine.config import EngineConfig
 from engine.core.row import Matcher
+from engine.errors import InvalidRequest
 from engine.processing.checkpoint import read_optional_json, resolve_checkpoint
 from engine.processing.grammar import GrammarCompiler
 from engine.processing.json_schema import FreeLimits
 from engine.processing.thought_matcher import ThoughtMatcher, ThoughtRules
-from engine.protocol import EngineRequest, InvalidRequest
+from engine.protocol import EngineRequest
 
 MAX_COMPILERS = 4
 """Each compiler contains the vocabulary."""

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.errors import EngineFailed
 from engine.gpus import VISIBLE, cuda_gpus, has_metal
 from engine.host_memory import CPU_SHARE, total_bytes
-from engine.protocol import EngineFailed
 
 MAX_PORT = 65535
 

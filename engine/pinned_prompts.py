@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from engine.config import EngineConfig
 from engine.core.stats import Stats
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.pinned import pinned_requests
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import CacheStatus, EngineFailed, EngineRequest, TokenChunk
+from engine.protocol import EngineRequest, TokenChunk
 from engine.start_phase import StartPhase
+from engine.status import CacheStatus
 
 log = logging.getLogger("orchard.engine")
 

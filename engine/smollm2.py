@@ -13,8 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from engine.errors import EngineFailed
 from engine.process_lock import LockHeld, ProcessLock
-from engine.protocol import EngineFailed
 from engine.user_cache import user_cache
 
 SMOLLM2 = "smollm2"

@@ -16,8 +16,8 @@ from functools import partial
 
 from engine.async_device_thread import AsyncDeviceThread
 from engine.core.engine_core import EngineCore
+from engine.errors import EngineFailed
 from engine.placement import MovableSnapshot, TakenOver
-from engine.protocol import EngineFailed
 from engine.snapshot_store.exchange import SnapshotExchange
 from engine.snapshot_store.files import Standing, StoredFile
 from engine.snapshot_store.snapshot_client import Fetch, Fetched

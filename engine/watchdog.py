@@ -12,8 +12,9 @@ from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.core.progress import Work
 from engine.core.row import named
+from engine.errors import EngineFailed
 from engine.host_memory import HostMemory
-from engine.protocol import EngineFailed, WorkInHand
+from engine.status import WorkInHand
 
 log = logging.getLogger("orchard.engine")
 

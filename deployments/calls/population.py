@@ -20,6 +20,7 @@ CODE = "code"
 
 MESSAGES = (
     "engine.protocol",
+    "engine.status",
     "engine.placement",
     "engine.timeline",
     "engine.core.spec_prefill.plan",

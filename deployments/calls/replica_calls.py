@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.calls.replica_choice import NoReplica
 from deployments.ray_internals import answer_of, cancel_call, replica_calls, running_nodes
-from engine.protocol import OrchardError
+from engine.errors import OrchardError
 
 log = logging.getLogger("ray.serve")
 

@@ -18,15 +18,8 @@ from deployments.calls.replica_choice import pin_to
 from deployments.process import node_id
 from deployments.ray_internals import running_nodes
 from engine.core.spec_prefill.plan import Scored, ScoreRequest
-from engine.protocol import (
-    CachedPrefix,
-    EngineFailed,
-    EngineRequest,
-    InvalidRequest,
-    OrchardError,
-    Overloaded,
-    ScoringTooSlow,
-)
+from engine.errors import EngineFailed, InvalidRequest, OrchardError, Overloaded, ScoringTooSlow
+from engine.protocol import CachedPrefix, EngineRequest
 
 ENGINE_TIMEOUT_S = 10.0
 """Longest wait for the cached prefix. An engine answers between steps, which may take seconds."""

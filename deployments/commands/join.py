@@ -22,9 +22,9 @@ from deployments.commands.nodes import show_nodes
 from deployments.commands.output import CommandError, UsageError, bytes_progress, say, show, show_json, size
 from deployments.commands.staying import leave_at_stop, stay
 from deployments.serve_run.environment import raise_open_files, set_defaults
+from engine.errors import EngineFailed
 from engine.gpus import num_engines
 from engine.process_lock import holder_of
-from engine.protocol import EngineFailed
 
 REFUSED = 2
 TOKEN_VARIABLE = "ORCHARD_CLUSTER_TOKEN"

@@ -11,8 +11,8 @@ from typing import Any
 from deployments.commands.models_on_disk import hub_folder
 from deployments.commands.output import CommandError, bytes_progress, say, show, show_json, size
 from engine.config import EngineConfig
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import CONFIG_PATTERNS, WEIGHT_PATTERNS, is_local, resolve_checkpoint
-from engine.protocol import EngineFailed
 from engine.smollm2 import SMOLLM2, smollm2_checkpoint
 
 CHECK_S = 120.0

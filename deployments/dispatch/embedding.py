@@ -9,7 +9,7 @@ import numpy as np
 from deployments.dispatch.engine_client import failure_of
 from deployments.dispatch.engine_stream import EngineStream
 from deployments.requests import ChatRequest, Embeddings, EmbedRequest
-from engine.protocol import EngineFailed, InvalidRequest
+from engine.errors import EngineFailed, InvalidRequest
 
 FLOAT_BYTES = 4
 

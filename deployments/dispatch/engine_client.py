@@ -37,21 +37,9 @@ from deployments.process import node_id
 from deployments.ray_internals import LOCAL_NODE, RunningNode, cancel_call, running_nodes
 from deployments.requests import ChatRequest, EngineAnswer, Plan, Route, SilentEngine
 from engine import retry_after
+from engine.errors import Cancelled, EngineFailed, InvalidRequest, OrchardError, Overloaded, QueueTimeout, Unavailable
 from engine.placement import PrefixHolder
-from engine.protocol import (
-    GRAMMAR_FAILED,
-    Cancelled,
-    EngineFailed,
-    EngineRequest,
-    FinishReason,
-    InvalidRequest,
-    OrchardError,
-    Overloaded,
-    Progress,
-    QueueTimeout,
-    TokenChunk,
-    Unavailable,
-)
+from engine.protocol import GRAMMAR_FAILED, EngineRequest, FinishReason, Progress, TokenChunk
 from engine.timeline import RowTimeline
 
 log = logging.getLogger("ray.serve")

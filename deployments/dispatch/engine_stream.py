@@ -11,7 +11,8 @@ from deployments.calls.replica_calls import CancelledThere, Silent, cause_of, is
 from deployments.http.timeline import ENGINE, current
 from deployments.requests import Plan
 from engine import retry_after
-from engine.protocol import FinishReason, OrchardError, Progress, TokenChunk, Unavailable
+from engine.errors import OrchardError, Unavailable
+from engine.protocol import FinishReason, Progress, TokenChunk
 
 log = logging.getLogger("ray.serve")
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from deployments.dispatch.embedding import EmbedOne, each
 from deployments.requests import ChatRequest, ScoreRequest, Scores
+from engine.errors import InvalidRequest
 from engine.processing.pooling import EmbeddingModel
 from engine.processing.reranker import Reranker
-from engine.protocol import InvalidRequest
 
 QUERY, DOCUMENT = "query", "document"
 """Names of an embedding model's prompts for the two parts of a search."""

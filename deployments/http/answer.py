@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from deployments.http.errors import Failure
 from deployments.http.generation import Generation, TextDelta, TextLogprobs, ToolCall
 from deployments.requests import SpecPrefillReport
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 
 FINISH_REASONS = ("stop", "length", "tool_calls")
 

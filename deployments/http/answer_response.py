@@ -30,7 +30,7 @@ from deployments.http.parsed_request import ParsedRequest
 from deployments.http.shared_limits import Use
 from deployments.http.timeline import ARRIVED_HEADER, TRACE_HEADERS, RequestTimeline, arrived_s, current, use
 from deployments.http.timing import TIMING_HEADER, server_timing, told
-from engine.protocol import OrchardError
+from engine.errors import OrchardError
 
 logger = logging.getLogger("orchard.http")
 

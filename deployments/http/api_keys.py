@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from deployments.http.config import ApiKey, HttpConfig
 from deployments.requests import ChatRequest
 from engine.config import Frozen
-from engine.protocol import OrchardError
+from engine.errors import OrchardError
 
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 """Permission bits that must not be set on a key file."""

@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Iterator
 
 from deployments.http.errors import BodyTooLarge
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 ENCODINGS = frozenset({"", "identity", "gzip", "x-gzip", "deflate"})
 """Values of Content-Encoding that are read."""

@@ -26,8 +26,8 @@ import psutil
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.request_reader import read_request
 from engine import worker_log
+from engine.errors import EngineFailed, InvalidRequest, OrchardError
 from engine.processing.worker_process import resident_bytes
-from engine.protocol import EngineFailed, InvalidRequest, OrchardError
 from engine.socket_pair import wide_socket_pair
 from engine.worker_log import WorkerLog
 

@@ -8,7 +8,7 @@ from deployments.http.body_process import BodyProcess, ProcessDied
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.request_reader import is_cheap, read_request
 from engine import retry_after
-from engine.protocol import Unavailable
+from engine.errors import Unavailable
 
 logger = logging.getLogger("orchard.http")
 

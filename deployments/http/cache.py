@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 from deployments.engine_ids import node_of
 from deployments.requests import EngineAnswer, SilentEngine
-from engine.cache_miss import CacheMissReason
-from engine.protocol import CacheCleared, CacheMiss, CacheStatus
+from engine.cache_miss import CacheMiss, CacheMissReason
+from engine.status import CacheCleared, CacheStatus
 
 Spell = Callable[[int], bytes]
 """Token id to its bytes."""

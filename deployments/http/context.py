@@ -24,7 +24,7 @@ from deployments.http.timeline import current
 from deployments.http.unread_bodies import UnreadBodies, read_body
 from deployments.placement.conversation_keys import session_of
 from deployments.requests import ChatRequest, Route
-from engine.protocol import EngineFailed, InvalidRequest, Unavailable
+from engine.errors import EngineFailed, InvalidRequest, Unavailable
 
 IGNORED_HEADER = "X-Orchard-Ignored"
 """Response header that names what was ignored: unknown fields of the body, parts of the tools' schemas."""

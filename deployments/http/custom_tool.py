@@ -8,8 +8,9 @@ from deployments.http.generation import ToolCall
 from deployments.http.grammar import text_grammar
 from deployments.http.wire import OpenWire
 from deployments.requests import Tool
+from engine.errors import InvalidRequest
 from engine.processing.lark import expression_of, normal_expression
-from engine.protocol import GrammarSpec, InvalidRequest
+from engine.protocol import GrammarSpec
 
 INPUT = "input"
 """Name of the one argument."""

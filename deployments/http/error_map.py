@@ -23,7 +23,7 @@ from deployments.http.errors import CLIENT_LEFT, Failure, NotReady, Refusal
 from deployments.http.operation import Endpoint
 from deployments.serve_log import is_probe
 from engine import retry_after
-from engine.protocol import (
+from engine.errors import (
     Cancelled,
     ContextLengthExceeded,
     EngineFailed,

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from pydantic import ValidationError
 
-from engine.protocol import EngineFailed, InvalidRequest, OrchardError
+from engine.errors import EngineFailed, InvalidRequest, OrchardError
 
 CLIENT_LEFT = 499
 """nginx's status for a client that disconnected, seen in the access log only. A client whose request was cancelled by

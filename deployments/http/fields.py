@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from deployments.http.errors import from_validation, shown
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 logger = logging.getLogger("orchard.http")
 

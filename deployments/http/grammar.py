@@ -3,7 +3,8 @@
 import json
 from typing import Any, Literal
 
-from engine.protocol import GrammarSpec, InvalidRequest
+from engine.errors import InvalidRequest
+from engine.protocol import GrammarSpec
 
 MAX_GRAMMAR_CHARS = 4 * 2**20
 """Characters of a schema or regex; the engine applies a lower limit (`grammar.max_bytes`)."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from engine import retry_after
-from engine.protocol import Cancelled, InvalidRequest, OrchardError, Overloaded, Unavailable
+from engine.errors import Cancelled, InvalidRequest, OrchardError, Overloaded, Unavailable
 
 Clock = Callable[[], float]
 

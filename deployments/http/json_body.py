@@ -5,8 +5,8 @@ import math
 import re
 from typing import Any, NoReturn
 
+from engine.errors import InvalidRequest
 from engine.processing.json_shape import check_json_shape
-from engine.protocol import InvalidRequest
 
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")

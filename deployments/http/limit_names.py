@@ -2,7 +2,7 @@
 
 from deployments.http.errors import BodyTooLarge, BodyTooSlow
 from deployments.http.rate_limits import RateLimited
-from engine.protocol import ContextLengthExceeded, MemoryExceeded, Overloaded
+from engine.errors import ContextLengthExceeded, MemoryExceeded, Overloaded
 
 
 def limit_of(error: Exception) -> str:

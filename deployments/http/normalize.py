@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
+from engine.errors import InvalidRequest
 from engine.processing.message import Message, Part, text_part
-from engine.protocol import InvalidRequest
 
 SystemPolicy = Literal["hoist", "inline", "error"]
 """Treatment of a system message after another role: `hoist` moves it to the front; `inline` leaves it in place as

@@ -10,7 +10,7 @@ from deployments.http.backend import HAND_OVER_S
 from deployments.http.context import HttpContext
 from deployments.http.operation import Operation
 from deployments.http.status_view import status_of, viewed
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 DEADLINE, MAX_DEADLINE_S = "deadline_s", 3600.0
 """Parameter of a drain, and its largest value."""

@@ -11,7 +11,7 @@ from deployments.http.model_facts import ModelFacts
 from deployments.http.normalize import DEFAULT_VOLATILE_PATTERNS, SystemPolicy
 from deployments.http.response_store import StoreResponses
 from deployments.requests import ChatRequest, PackedMessages, Route
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 LATEST = ":latest"
 """May follow every name of the model: clients take names from Ollama's list, and send them to other routes as well."""

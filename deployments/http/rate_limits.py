@@ -9,7 +9,7 @@ from deployments.http.api_keys import KeyIdentity, KeyLimits
 from deployments.http.dialect import Dialect
 from deployments.http.errors import Refusal
 from deployments.http.in_flight import Pace
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 Clock = Callable[[], float]
 

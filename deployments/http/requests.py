@@ -9,7 +9,7 @@ from deployments.http.errors import RequestNotFound
 from deployments.http.operation import Operation
 from deployments.http.timeline import RequestTimeline
 from deployments.http.timing import page, summary
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 PATH = "/v1/requests"
 MAX_LISTED = 100

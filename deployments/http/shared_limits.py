@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from deployments.http.api_keys import KeyIdentity
 from deployments.http.dialect import Dialect
 from deployments.http.rate_limits import RateLimited, RateLimits
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 log = logging.getLogger("ray.serve")
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from deployments.http.config import HttpConfig
 from deployments.http.response_store import ResponseStore, StoredResponse
-from engine.protocol import Unavailable
+from engine.errors import Unavailable
 
 log = logging.getLogger("orchard.http")
 

@@ -14,7 +14,7 @@ from deployments.http.event_stream import EventStream
 from deployments.http.operation import Operation
 from deployments.http.status_view import status_of
 from engine import retry_after
-from engine.protocol import Overloaded
+from engine.errors import Overloaded
 
 PATH = "/v1/status/stream"
 

@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope
 from deployments.http.client_address import address_group, client_host
 from deployments.http.errors import BodyTooLarge, BodyTooSlow
 from engine import retry_after
-from engine.protocol import Overloaded
+from engine.errors import Overloaded
 
 MIN_AGE_S = 1.0
 """Age before which a body is never displaced, as its first bytes may still be in transit."""

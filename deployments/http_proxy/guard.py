@@ -21,7 +21,7 @@ from deployments.http_proxy.protocol import use_guarded_protocol
 from deployments.http_proxy.routes import ServeRoutes
 from deployments.serve_log import join_serve_log
 from engine import retry_after
-from engine.protocol import OrchardError, Unavailable
+from engine.errors import OrchardError, Unavailable
 
 log = logging.getLogger("ray.serve")
 

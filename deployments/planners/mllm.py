@@ -11,10 +11,11 @@ from deployments.args import AppArgs
 from deployments.planners.planner import Planner
 from deployments.ray_internals import by_reference
 from deployments.requests import ChatRequest
+from engine.errors import InvalidRequest
 from engine.processing.images import ImagePreprocessor
 from engine.processing.media import MediaLoader
 from engine.processing.message import image_sources
-from engine.protocol import ImagePatches, InvalidRequest
+from engine.protocol import ImagePatches
 
 
 @by_reference

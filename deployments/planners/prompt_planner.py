@@ -13,6 +13,7 @@ import numpy as np
 from deployments.planners.planning_threads import PlanningThreads
 from deployments.requests import ChatRequest, Message, PackedMessages, Thinking
 from engine.config import EngineConfig
+from engine.errors import ContextLengthExceeded, EngineFailed, InvalidRequest
 from engine.processing.answer_constraint import answer_constraint
 from engine.processing.checkpoint import read_config, refuse_code, resolve_checkpoint, vocab_size
 from engine.processing.context import choose_context
@@ -23,17 +24,7 @@ from engine.processing.prompt_origin import prompt_origin
 from engine.processing.reranker import Reranker
 from engine.processing.tokenizer import ChatPrompt, ChatTokenizer, GenerationDefaults
 from engine.processing.vision_family import ImagePlaceholder
-from engine.protocol import (
-    ContextLengthExceeded,
-    EngineFailed,
-    EngineRequest,
-    GrammarSpec,
-    ImagePatches,
-    InvalidRequest,
-    PromptOrigin,
-    SamplingParams,
-    ThoughtSpec,
-)
+from engine.protocol import EngineRequest, GrammarSpec, ImagePatches, PromptOrigin, SamplingParams, ThoughtSpec
 
 OF_THE_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling parameters for which the checkpoint's defaults replace a missing value."""

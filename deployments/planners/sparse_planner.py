@@ -16,8 +16,9 @@ from deployments.requests import ChatRequest, SpecPrefillReport
 from engine.config import SpecPrefillConfig
 from engine.core.spec_prefill.plan import ScoreRequest, find_anchors, why_unfit
 from engine.core.spec_prefill.select import CHUNK_TOKENS
+from engine.errors import InvalidRequest
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import EngineRequest, InvalidRequest, PrefillCost, SparsePlan
+from engine.protocol import EngineRequest, PrefillCost, SparsePlan
 
 log = logging.getLogger("ray.serve")
 

@@ -17,9 +17,9 @@ from deployments.serve_run.config_file import OrchardConfig
 from deployments.serve_run.port import PortTaken, take_port
 from deployments.serve_run.stop import say
 from engine.device_lock import device_refusal
+from engine.errors import EngineFailed
 from engine.gpus import cuda_gpus
 from engine.node_share import NodeShare
-from engine.protocol import EngineFailed
 from engine.smollm2 import SMOLLM2, is_made
 
 CONNECT_S = 2.0

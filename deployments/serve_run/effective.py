@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from deployments.args import AppArgs
 from deployments.http.config import HttpConfig
 from deployments.serve_run.config_file import OrchardConfig, is_loopback
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 
 HIDDEN = ("api_keys", "pinned")
 """Fields shown as a number of entries: hashes of keys, and prompts."""

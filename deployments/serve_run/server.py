@@ -16,7 +16,7 @@ from deployments.serve_run.head import Head
 from deployments.serve_run.node_start import prepare_node, warm_agents
 from deployments.serve_run.stop import GracefulStop, drain_applications, drain_this_node, say
 from deployments.serve_run.watch import Watcher, application_status, children, end_ray, reason_in
-from engine.protocol import OrchardError
+from engine.errors import OrchardError
 
 NAMESPACE = "serve"
 """Ray namespace in which Serve's own commands look for its controller."""

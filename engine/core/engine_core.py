@@ -26,9 +26,11 @@ from engine.core.scheduler_context import SchedulerContext
 from engine.core.scheduler_output import PreemptedRows, Published, ReleasedRows
 from engine.core.speculation import SpeculationController
 from engine.core.stats import Stats
-from engine.protocol import EngineRequest, InvalidRequest, QueuedRequest
+from engine.errors import InvalidRequest
+from engine.protocol import EngineRequest
 from engine.snapshot_store.files import SnapshotFiles
 from engine.snapshot_store.snapshot_client import SnapshotClient
+from engine.status import QueuedRequest
 
 log = logging.getLogger("orchard.engine")
 

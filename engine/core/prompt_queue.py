@@ -9,7 +9,7 @@ from engine.core.memory.needs import MemoryNeeds
 from engine.core.prompt import Prompt
 from engine.core.row import Row
 from engine.core.virtual_token_counter import VirtualTokenCounter
-from engine.protocol import QueuedRequest
+from engine.status import QueuedRequest
 
 INTERVAL_EMA_WEIGHT = 0.2
 

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from engine.config import EngineConfig
 from engine.core.runner import ModelRunner
 from engine.core.spec_prefill.plan import why_unfit
-from engine.protocol import MAX_TOP_LOGPROBS, ContextLengthExceeded, EngineRequest, InvalidRequest, ThoughtSpec
+from engine.errors import ContextLengthExceeded, InvalidRequest
+from engine.protocol import MAX_TOP_LOGPROBS, EngineRequest, ThoughtSpec
 
 
 def check_request(request: EngineRequest, config: EngineConfig, runner: ModelRunner) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.protocol import EngineCounters
+from engine.status import EngineCounters
 
 
 @dataclass

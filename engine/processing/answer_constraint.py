@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from engine.config import GrammarConfig
+from engine.errors import InvalidRequest
 from engine.processing.reasoning_format import ReasoningFormat
 from engine.processing.tokenizer import ChatTokenizer
 from engine.processing.tool_format import XML, ToolFormat
 from engine.processing.tool_grammar import check_names, json_call_grammar, no_call_grammar, tool_call_grammar
-from engine.protocol import GrammarSpec, InvalidRequest, ThoughtSpec
+from engine.protocol import GrammarSpec, ThoughtSpec
 
 
 def answer_constraint(

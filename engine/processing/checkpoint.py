@@ -12,8 +12,8 @@ import huggingface_hub
 import huggingface_hub.errors  # which the package would load only at a use by name
 
 from engine.demo import DEMO_MODEL
+from engine.errors import EngineFailed
 from engine.processing.vision_family import image_token_id, vision_family
-from engine.protocol import EngineFailed
 from engine.smollm2 import SMOLLM2, is_made, smollm2_checkpoint, smollm2_directory
 
 VIDEO_PROCESSOR = "Qwen3VLVideoProcessor"

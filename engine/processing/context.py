@@ -4,8 +4,8 @@ import copy
 from typing import Any
 
 from engine.config import EngineConfig, RopeScaling
+from engine.errors import EngineFailed
 from engine.processing.reference_config import declared_reaches, reference_config, text_section
-from engine.protocol import EngineFailed
 
 DEFAULT_CONTEXT_TOKENS = 32768
 """Limit of a model whose configuration declares none."""

@@ -9,10 +9,10 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
+from engine.errors import InvalidRequest
 from engine.processing.control_tokens import ControlTokenEscaper
 from engine.processing.json_shape import MAX_JSON_VALUES, check_json_shape
 from engine.processing.message import Part, text_part
-from engine.protocol import InvalidRequest
 
 MAX_ARGUMENTS_DEPTH = 256
 """Deepest nesting of arrays and objects in the arguments of a tool call."""

@@ -19,10 +19,11 @@ from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 from llguidance.numpy import fill_next_token_bitmask
 
 from engine.config import GrammarConfig
+from engine.errors import EngineFailed, InvalidRequest, Overloaded
 from engine.processing.grammar_build import build_matcher, byte_tokenizer, first_words, limits, with_deep_stack
 from engine.processing.json_schema import FreeLimits, strict_schema, with_options
 from engine.processing.schema_culprits import find_culprits
-from engine.protocol import EngineFailed, GrammarSpec, InvalidRequest, Overloaded
+from engine.protocol import GrammarSpec
 
 COMPILE_THREADS = 2
 MAX_PENDING = 16

@@ -8,9 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 import httpx
 
 from engine.config import MediaConfig
+from engine.errors import InvalidRequest
 from engine.processing.byte_budget import BudgetLease
 from engine.processing.public_addresses import Resolver, is_public
-from engine.protocol import InvalidRequest
 
 MAX_URL_CHARS = 8192
 REDIRECTS = (301, 302, 303, 307, 308)

@@ -8,13 +8,13 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from typing import TypeVar
 
+from engine.errors import InvalidRequest
 from engine.processing.byte_budget import ByteBudget
 from engine.processing.image_file import ImageRefused
 from engine.processing.image_grid import CutImage
 from engine.processing.image_worker import WorkerSettings
 from engine.processing.video_grid import CutVideo
 from engine.processing.worker_process import WorkerEnded, WorkerProcess
-from engine.protocol import InvalidRequest
 
 NUM_WORKERS = 2
 MAX_IMAGES_PER_WORKER = 500

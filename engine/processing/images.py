@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from engine.errors import EngineFailed, InvalidRequest
 from engine.processing.anyres_grid import AnyresGrid
 from engine.processing.checkpoint import (
     image_processor_config,
@@ -28,7 +29,7 @@ from engine.processing.square_grid import SquareGrid
 from engine.processing.tile_grid import TileGrid
 from engine.processing.video_grid import VideoGrid
 from engine.processing.vision_family import vision_family
-from engine.protocol import EngineFailed, ImagePatches, InvalidRequest
+from engine.protocol import ImagePatches
 
 QWEN_SETTINGS = (
     *("patch_size", "merge_size", "temporal_patch_size", "min_pixels", "max_pixels", "resample"),

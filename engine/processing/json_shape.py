@@ -2,7 +2,7 @@
 
 import re
 
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 MAX_JSON_DEPTH = 64
 MAX_JSON_VALUES = 500_000

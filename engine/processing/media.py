@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from engine.config import MediaConfig
+from engine.errors import EngineFailed, InvalidRequest
 from engine.processing.byte_budget import BudgetLease, ByteBudget
 from engine.processing.image_fetch import ImageFetcher
 from engine.processing.image_grid import ImageGrid
@@ -18,7 +19,7 @@ from engine.processing.images import image_patches
 from engine.processing.message import ImageSource
 from engine.processing.public_addresses import Resolver
 from engine.processing.video_grid import CutVideo, VideoGrid
-from engine.protocol import EngineFailed, FrameOfVideo, ImagePatches, InvalidRequest
+from engine.protocol import FrameOfVideo, ImagePatches
 
 MAX_REQUEST_BYTES = 60 * 2**20
 """Most bytes of patches of a request: with the prompt they form one gRPC message, limited in deployments/app.py."""

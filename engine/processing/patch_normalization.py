@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 
 DEFAULT_MEAN = (0.48145466, 0.4578275, 0.40821073)
 DEFAULT_STD = (0.26862954, 0.26130258, 0.27577711)

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.config import PinnedPrompt
+from engine.errors import EngineFailed, InvalidRequest
 from engine.processing.prompt_origin import prompt_origin
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import EngineFailed, EngineRequest, InvalidRequest, SamplingParams
+from engine.protocol import EngineRequest, SamplingParams
 
 
 def read_system(prompt: PinnedPrompt) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EmbeddingConfig, Pooling
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import read_optional_json
 from engine.processing.sentence_transformers import (
     has_modules,
@@ -14,7 +15,6 @@ from engine.processing.sentence_transformers import (
     read_modules,
     read_prompts,
 )
-from engine.protocol import EngineFailed
 
 POOLING_FILE = "1_Pooling/config.json"
 COMPUTED_MODULES = ("Transformer", "Pooling", "Normalize")

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from engine.errors import ContextLengthExceeded
 from engine.processing.detokenizer import BYTE_OF_CHAR
-from engine.protocol import ContextLengthExceeded
 
 MAX_CHARS_PER_TOKEN = 8
 """A text with more characters per permitted token is first counted in windows. Prose has about four."""

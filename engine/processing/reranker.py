@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import read_optional_json
 from engine.processing.sentence_transformers import (
     LOGIT_SCORE,
@@ -15,7 +16,6 @@ from engine.processing.sentence_transformers import (
     read_prompts,
     read_template_options,
 )
-from engine.protocol import EngineFailed
 
 SERVED_MODULES = ["Transformer", LOGIT_SCORE]
 GENERATION_PROMPT = "add_generation_prompt"

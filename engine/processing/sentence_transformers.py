@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import read_optional_json
-from engine.protocol import EngineFailed
 
 MODULES_FILE = "modules.json"
 SETTINGS_FILE = "config_sentence_transformers.json"

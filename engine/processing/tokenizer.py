@@ -12,6 +12,7 @@ import jinja2
 import numpy as np
 from tokenizers import Tokenizer
 
+from engine.errors import EngineFailed, InvalidRequest
 from engine.processing.answer_parser import AnswerParser, AnswerRules
 from engine.processing.boundaries import Messages, RenderedPrompt, find_boundaries
 from engine.processing.checkpoint import read_config, read_optional_json
@@ -32,7 +33,7 @@ from engine.processing.vision_family import (
     video_marker,
     vision_family,
 )
-from engine.protocol import Boundary, EngineFailed, ImagePatches, InvalidRequest
+from engine.protocol import Boundary, ImagePatches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import read_config, vocab_size
-from engine.protocol import EngineFailed
 
 PROBES = (
     "The quick brown fox doesn't jump over 13 lazy dogs; it's 3.14159 times CamelCase, snake_case and UPPER.",

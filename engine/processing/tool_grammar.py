@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
+from engine.errors import InvalidRequest
 from engine.processing.control_tokens import any_of
 from engine.processing.json_schema import (
     ANNOTATIONS,
@@ -34,7 +35,7 @@ from engine.processing.shaped_call import CallShape
 from engine.processing.tool_arguments import ToolTypes
 from engine.processing.tool_format import XML
 from engine.processing.tool_schema import ANY_OBJECT, tool_schema
-from engine.protocol import GrammarSpec, InvalidRequest
+from engine.protocol import GrammarSpec
 
 MARKUP = r"<(\/parameter|\/?tool_call)>"
 """Expression of control tokens that texts of arguments do not spell."""

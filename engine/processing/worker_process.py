@@ -22,12 +22,12 @@ import psutil
 
 import engine
 from engine import retry_after, worker_log
+from engine.errors import Unavailable
 from engine.processing.image_file import UNDECODABLE, ImageRefused
 from engine.processing.image_grid import CutImage
 from engine.processing.image_worker import GO, LENGTH, REQUEST, WorkerSettings, out_of_memory
 from engine.processing.video_grid import UNDECODABLE as VIDEO_UNDECODABLE
 from engine.processing.video_grid import CutVideo
-from engine.protocol import Unavailable
 from engine.socket_pair import wide_socket_pair
 
 log = logging.getLogger("orchard.images")

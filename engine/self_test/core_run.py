@@ -6,7 +6,8 @@ from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.core.runner import ModelRunner
 from engine.core.scheduler_output import Published
-from engine.protocol import EngineFailed, EngineRequest, TokenChunk
+from engine.errors import EngineFailed
+from engine.protocol import EngineRequest, TokenChunk
 from engine.self_test.agreement import Answer
 from engine.snapshot_store.files import SnapshotFiles
 

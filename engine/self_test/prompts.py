@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image, ImageDraw
 
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import images_unsupported_reason, read_config, vocab_size
 from engine.processing.images import ImagePreprocessor
 from engine.processing.tokenizer import ChatPrompt, ChatTokenizer
-from engine.protocol import Boundary, EngineFailed, ImagePatches
+from engine.protocol import Boundary, ImagePatches
 from engine.self_test.outcome import NotApplicable
 
 QUESTIONS = (

@@ -4,7 +4,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.protocol import EngineFailed, EngineRequest, SamplingParams
+from engine.errors import EngineFailed
+from engine.protocol import EngineRequest, SamplingParams
 from engine.self_test.bench import DRAFTS, Bench
 from engine.self_test.core_run import CoreRun
 from engine.self_test.outcome import NotApplicable, Outcome, Status

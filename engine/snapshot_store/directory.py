@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.protocol import EngineFailed, OrchardError
+from engine.errors import EngineFailed, OrchardError
 from engine.snapshot_store.format import (
     DIGEST,
     ForeignFile,

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from engine.protocol import EngineFailed, FetchStatus
+from engine.errors import EngineFailed
 from engine.snapshot_store.files import SnapshotFiles
 from engine.snapshot_store.greeting import Identity
 from engine.snapshot_store.snapshot_client import SnapshotClient
 from engine.snapshot_store.snapshot_server import SnapshotServer
 from engine.snapshot_store.wire import PeerTls
+from engine.status import FetchStatus
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ library does not read must have its neutral value.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from engine.errors import EngineFailed
 from engine.processing.reference_config import arithmetic_reference, reference_config, text_section
-from engine.protocol import EngineFailed
 from engine.worker.language_model import config_of
 from engine.worker.rope import bases_of, dims_of
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from mlx.utils import tree_flatten
 
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 from engine.worker.language_model import config_of
 
 TEXT_PARTS = frozenset({"backbone", "gpt_neox", "language_model", "llm", "model", "text_model", "transformer"})

@@ -14,7 +14,7 @@ from mlx_vlm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_vlm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from engine.config import ExpandQuantizedWeights
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 
 ROOM = 2
 """Times the expanded size that must be available for `auto`: the rest is for requests and other processes."""

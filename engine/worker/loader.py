@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_vlm.utils import load_model
 
 from engine.config import DraftLimits, DraftModelConfig, EngineConfig
+from engine.errors import EngineFailed
 from engine.host_memory import HostMemory
 from engine.processing.checkpoint import (
     draft_of,
@@ -31,7 +32,6 @@ from engine.processing.context import REACH, choose_context, declared_scalings, 
 from engine.processing.pooling import EmbeddingModel
 from engine.processing.reranker import Reranker
 from engine.processing.tokenizer_match import why_different
-from engine.protocol import EngineFailed
 from engine.start_phase import StartPhase
 from engine.worker import cuda_kernel, mtp_loader
 from engine.worker.config_fields import check_fields

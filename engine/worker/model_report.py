@@ -15,6 +15,7 @@ import numpy as np
 
 from engine.config import EngineConfig, KVBits
 from engine.core.memory.budget import limit_and_headroom
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import (
     draft_of,
     images_unsupported_reason,
@@ -26,7 +27,6 @@ from engine.processing.context import declared_scalings
 from engine.processing.pooling import EmbeddingModel
 from engine.processing.reranker import Reranker
 from engine.processing.tokenizer_match import why_different
-from engine.protocol import EngineFailed
 from engine.worker import loader, memory, mtp_loader
 from engine.worker.fast_paths import FastPaths
 from engine.worker.kv_cache import SLOTS_STEP

@@ -23,12 +23,13 @@ from engine.core.runner import (
     StepTime,
 )
 from engine.device_lock import lock_device
+from engine.errors import EngineFailed
 from engine.process_lock import ProcessLock
 from engine.processing.checkpoint import image_processor_config
 from engine.processing.patch_normalization import PatchNormalization
 from engine.processing.reranker import Reranker
 from engine.processing.vision_family import image_token_id, vision_family
-from engine.protocol import EngineFailed, EngineRequest, SamplingParams
+from engine.protocol import EngineRequest, SamplingParams
 from engine.start_phase import StartPhase
 from engine.user_cache import user_cache
 from engine.worker import (

@@ -12,8 +12,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from engine.config import EngineConfig, MTPConfig
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import read_optional_json, refuse_code, resolve_checkpoint
-from engine.protocol import EngineFailed
 from engine.worker.heads.deepseek_v4 import DEEPSEEK_V4
 from engine.worker.heads.eagle3 import Eagle3Format
 from engine.worker.heads.glm5_next import GLM5_NEXT

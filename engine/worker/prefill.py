@@ -12,7 +12,8 @@ import numpy as np
 
 from engine.core.row import Row
 from engine.core.runner import ImageLeft, RowOutput
-from engine.protocol import ImagePatches, InvalidRequest
+from engine.errors import InvalidRequest
+from engine.protocol import ImagePatches
 from engine.worker.drafter import DraftHead
 from engine.worker.kv_cache import SequenceCache, num_bytes, slots_like
 from engine.worker.language_model import ImageChunk, LanguageModel

@@ -6,7 +6,7 @@ from typing import Any
 from mlx_vlm.models.deepseek_v4.language import DeepseekV4RoPE
 from mlx_vlm.models.rope_utils import SuScaledRoPE
 
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 
 CLASS_NAMES = {
     "yarn": "Yarn",

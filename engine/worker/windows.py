@@ -4,8 +4,8 @@ from typing import Any
 
 from mlx_vlm.models.cache import make_prompt_cache
 
+from engine.errors import EngineFailed
 from engine.processing.reference_config import RECURRENT, Reach, declared_reaches, text_section
-from engine.protocol import EngineFailed
 from engine.worker.layer_caches import reach_of
 
 PATTERN = (

@@ -37,9 +37,10 @@ from engine.core.engine_core import EngineCore
 from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.core.scheduler_output import Published
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import EngineFailed, EngineRequest, SamplingParams
+from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import blas, loader
 from engine.worker.decode import JoiningRow
 from engine.worker.model_runner import MLXRunner

@@ -28,8 +28,8 @@ from deployments.requests import ChatRequest
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core.memory.budget import Accounts
+from engine.errors import EngineFailed
 from engine.processing.message import Message
-from engine.protocol import EngineFailed
 from tests.benchmarks.measure import heading, table
 from tests.support.tiny import Tiny, build
 

@@ -31,10 +31,11 @@ import numpy as np
 from mlx_vlm.generate.ar import generate_step
 
 from engine.config import EngineConfig, MediaConfig
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import image_processor_config, media_kinds, read_config, resolve_checkpoint
 from engine.processing.images import ImagePreprocessor, normalize
 from engine.processing.patch_normalization import PatchNormalization
-from engine.protocol import MAX_TOP_LOGPROBS, EngineFailed, EngineRequest, SamplingParams, TokenLogprobs
+from engine.protocol import MAX_TOP_LOGPROBS, EngineRequest, SamplingParams, TokenLogprobs
 from engine.self_test.agreement import (
     UNIT_ROUNDOFF,
     Agreement,

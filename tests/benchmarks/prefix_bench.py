@@ -29,7 +29,8 @@ import numpy as np
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core.row import Row
-from engine.protocol import Boundary, EngineFailed, EngineRequest, SamplingParams
+from engine.errors import EngineFailed
+from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner
 from tests.benchmarks.measure import Spread, heading
 from tests.benchmarks.step_bench import SHAPES, random_model

@@ -25,7 +25,8 @@ from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.core.spec_prefill.plan import ScoreRequest, find_anchors
 from engine.draft_scorer import AsyncDraftScorer
-from engine.protocol import Boundary, EngineFailed, EngineRequest, SamplingParams
+from engine.errors import EngineFailed
+from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.spec_prefill.draft import Draft
 from engine.worker.spec_prefill.scorer import Publish, Scorer, load_scorer

@@ -17,7 +17,7 @@ import pytest
 
 from deployments import draining
 from deployments.draining import on_stop
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 
 ROOT = Path(__file__).parent.parent.parent
 STARTED_S = 240.0  # a Ray starts in ten seconds on two idle cores

@@ -17,7 +17,7 @@ from deployments.planners.prompt_planner import PromptPlanner
 from deployments.planners.text import TextMTP
 from deployments.requests import ChatRequest, EmbedRequest
 from engine.config import EngineConfig
-from engine.protocol import ContextLengthExceeded, EngineFailed, InvalidRequest
+from engine.errors import ContextLengthExceeded, EngineFailed, InvalidRequest
 from tests.support.embedding_models import PROMPTS, demo_embedding_model, describe_embeddings
 from tests.support.tiny import Tiny, build
 

@@ -18,7 +18,7 @@ from deployments.calls import scorer_client
 from deployments.model_replica import ModelReplica
 from deployments.planners.text import TextMTP
 from engine.config import EngineConfig
-from engine.protocol import EngineFailed, Overloaded
+from engine.errors import EngineFailed, Overloaded
 from tests.deployments.fake_handle import task_error
 from tests.deployments.faulty_graph import DEADLINE_S, Bench, Client, make
 from tests.support.faults import Failing, Hanging, Stalling

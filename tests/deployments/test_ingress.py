@@ -25,21 +25,13 @@ from deployments.http.in_flight import InFlight
 from deployments.http.timeline import Timelines
 from deployments.ingress import Ingress, all_engine_ids
 from deployments.requests import ChatRequest, EngineAnswer, Route, SpecPrefillReport, Tool
+from engine.cache_miss import CacheMiss
+from engine.errors import Cancelled, EngineFailed, Unavailable
 from engine.processing.answer_parser import AnswerRules
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import (
-    CacheCleared,
-    CacheMiss,
-    CacheStatus,
-    Cancelled,
-    EngineFailed,
-    FinishReason,
-    GrammarSpec,
-    TokenChunk,
-    TokenLogprobs,
-    Unavailable,
-)
+from engine.protocol import FinishReason, GrammarSpec, TokenChunk, TokenLogprobs
+from engine.status import CacheCleared, CacheStatus
 
 TOKENIZER = ChatTokenizer(DEMO_MODEL)
 REPORT = SpecPrefillReport(6, 0.5)

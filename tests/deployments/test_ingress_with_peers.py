@@ -19,9 +19,9 @@ from deployments.ingress import Ingress
 from deployments.requests import ChatRequest, EngineAnswer
 from deployments.status import graph_status
 from engine.config import EngineConfig
+from engine.errors import EngineFailed, Overloaded, Unavailable
 from engine.placement import TakenOver
 from engine.processing.checkpoint import DEMO_MODEL
-from engine.protocol import EngineFailed, Overloaded, Unavailable
 from tests.deployments import fake_handle
 from tests.deployments.fake_handle import FakeCall, FakeHandle
 

@@ -11,7 +11,7 @@ import pytest
 from deployments.args import AppArgs
 from deployments.model_checks import check_model
 from engine.demo import DEMO_MODEL
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 
 DRAFT = DEMO_MODEL / "draft"  # reads text alone
 

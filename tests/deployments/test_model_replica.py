@@ -14,19 +14,10 @@ from deployments.planners.prompt_planner import PromptPlanner
 from deployments.requests import ChatRequest, EngineAnswer
 from engine import async_engine
 from engine.config import EngineConfig
-from engine.protocol import (
-    HEARTBEAT,
-    CacheCleared,
-    CachedPrefix,
-    CacheStatus,
-    EngineFailed,
-    EngineRequest,
-    FinishReason,
-    SamplingParams,
-    TokenChunk,
-    Unavailable,
-)
+from engine.errors import EngineFailed, Unavailable
+from engine.protocol import HEARTBEAT, CachedPrefix, EngineRequest, FinishReason, SamplingParams, TokenChunk
 from engine.snapshot_store.exchange import Sharing
+from engine.status import CacheCleared, CacheStatus
 
 STATUS = CacheStatus(max_bytes=1000, num_bytes=100)
 CLEARED = CacheCleared(3, 100, 2)

@@ -9,9 +9,9 @@ import pytest
 
 from deployments import own_share
 from deployments.own_share import claim_share
+from engine.errors import EngineFailed
 from engine.node_share import NodeShare
 from engine.process_lock import ProcessLock
-from engine.protocol import EngineFailed
 
 Claim = Callable[[], tuple[NodeShare, ProcessLock | None]]
 

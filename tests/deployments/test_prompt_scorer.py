@@ -20,8 +20,9 @@ from deployments.prompt_scorer import SpecPrefillScorer
 from deployments.requests import ChatRequest, Plan, Route
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.core.spec_prefill.plan import Scored, ScoreRequest, why_unfit
+from engine.errors import EngineFailed, InvalidRequest
 from engine.processing.checkpoint import DEMO_MODEL
-from engine.protocol import EngineFailed, FinishReason, InvalidRequest
+from engine.protocol import FinishReason
 from tests.e2e.pictures import about, image_part, shape
 
 CONFIG = SpecPrefillConfig(enabled=True, threshold_tokens=512, max_running=1, max_queue=0)

@@ -30,7 +30,7 @@ from deployments.ray_internals import (
     replica_calls,
     running_nodes,
 )
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 from tests.deployments.calls.test_router import DEPLOYMENT, FakeReplica, make_router
 from tests.deployments.fake_handle import FakeCall, FakeHandle
 from tests.deployments.ray_names import REQUIRED, RayInternal

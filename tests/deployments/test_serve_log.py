@@ -23,20 +23,11 @@ from deployments.http_proxy.guard import middlewares
 from deployments.serve_log import join_serve_log, quiet_controller
 from engine.config import MediaConfig
 from engine.core.row import Row, named
+from engine.errors import Cancelled, EngineFailed, InvalidRequest, Overloaded, QueueTimeout, ScoringTooSlow, Unavailable
 from engine.processing.image_file import ImageRefused
 from engine.processing.image_worker import WorkerSettings
 from engine.processing.worker_process import WorkerProcess
-from engine.protocol import (
-    Cancelled,
-    EngineFailed,
-    EngineRequest,
-    InvalidRequest,
-    Overloaded,
-    QueueTimeout,
-    SamplingParams,
-    ScoringTooSlow,
-    Unavailable,
-)
+from engine.protocol import EngineRequest, SamplingParams
 from tests.support.image_files import UNCHANGED
 
 REQUEST_ID = "the-clients-id"

@@ -6,7 +6,7 @@ import ray
 from deployments import snapshot_sharing
 from deployments.snapshot_sharing import sharing_of
 from engine.config import EngineConfig
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 
 
 def config(**cache: object) -> EngineConfig:

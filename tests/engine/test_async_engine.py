@@ -14,17 +14,8 @@ from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core import progress
 from engine.core.runner import PLAIN, PrefillOutput, RowOutput, StepTime
-from engine.protocol import (
-    ContextLengthExceeded,
-    EngineFailed,
-    EngineRequest,
-    FinishReason,
-    ImagePatches,
-    InvalidRequest,
-    Overloaded,
-    SamplingParams,
-    Unavailable,
-)
+from engine.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, Overloaded, Unavailable
+from engine.protocol import EngineRequest, FinishReason, ImagePatches, SamplingParams
 from tests.support.fake_runner import NoSnapshots, run_engine, until
 from tests.support.faults import Hanging
 

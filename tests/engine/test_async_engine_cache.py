@@ -11,7 +11,8 @@ import pytest
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.protocol import Boundary, EngineFailed, EngineRequest, SamplingParams
+from engine.errors import EngineFailed
+from engine.protocol import Boundary, EngineRequest, SamplingParams
 from tests.support.fake_runner import STOP, FakeRunner, answer, run_engine, until
 
 SYSTEM = list(range(100, 150))

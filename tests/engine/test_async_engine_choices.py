@@ -10,15 +10,8 @@ import numpy as np
 import pytest
 
 from engine.async_engine import AsyncEngine
-from engine.protocol import (
-    EngineRequest,
-    FinishReason,
-    GrammarSpec,
-    InvalidRequest,
-    Overloaded,
-    SamplingParams,
-    TokenChunk,
-)
+from engine.errors import InvalidRequest, Overloaded
+from engine.protocol import EngineRequest, FinishReason, GrammarSpec, SamplingParams, TokenChunk
 from tests.support.fake_runner import STOP, VOCAB_SIZE, FakeRunner, answer, run_engine, until
 
 JSON = GrammarSpec("json_object")

@@ -10,8 +10,9 @@ import pytest
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
+from engine.errors import EngineFailed
 from engine.placement import PrefixHolder
-from engine.protocol import EngineFailed, EngineRequest
+from engine.protocol import EngineRequest
 from engine.snapshot_store.exchange import Sharing
 from tests.engine.core.prefix_cache.test_disk_tier import request, turns
 from tests.support.driver import fix_prefill_costs

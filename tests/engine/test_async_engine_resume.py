@@ -10,17 +10,8 @@ import numpy as np
 import pytest
 
 from engine.async_engine import AsyncEngine
-from engine.protocol import (
-    EngineRequest,
-    FinishReason,
-    GrammarSpec,
-    InvalidRequest,
-    Overloaded,
-    Progress,
-    SamplingParams,
-    TokenChunk,
-    Unavailable,
-)
+from engine.errors import InvalidRequest, Overloaded, Unavailable
+from engine.protocol import EngineRequest, FinishReason, GrammarSpec, Progress, SamplingParams, TokenChunk
 from tests.support.fake_runner import STOP, VOCAB_SIZE, FakeRunner, answer, run_engine, until
 
 

@@ -10,8 +10,8 @@ import pytest
 from engine import device_lock
 from engine.config import EngineConfig
 from engine.device_lock import device_refusal, lock_device
+from engine.errors import EngineFailed
 from engine.process_lock import holder_of
-from engine.protocol import EngineFailed
 from engine.worker import loader, model_runner
 
 Holder = subprocess.Popen[str]

@@ -3,8 +3,8 @@ import os
 import pytest
 
 from engine import gpus
+from engine.errors import EngineFailed
 from engine.gpus import VISIBLE, cuda_gpus, num_engines, see_one_gpu
-from engine.protocol import EngineFailed
 
 
 @pytest.fixture

@@ -11,15 +11,8 @@ import pytest
 
 import engine.grammar_compilers
 from engine.async_engine import AsyncEngine
-from engine.protocol import (
-    EngineFailed,
-    EngineRequest,
-    FinishReason,
-    GrammarSpec,
-    InvalidRequest,
-    SamplingParams,
-    TokenChunk,
-)
+from engine.errors import EngineFailed, InvalidRequest
+from engine.protocol import EngineRequest, FinishReason, GrammarSpec, SamplingParams, TokenChunk
 from tests.support.fake_runner import STOP, VOCAB_SIZE, FakeRunner, run_engine, until
 
 JSON = GrammarSpec("json_object")

@@ -4,9 +4,9 @@ import pytest
 
 from engine import node_share
 from engine.config import EngineConfig
+from engine.errors import EngineFailed
 from engine.gpus import VISIBLE
 from engine.node_share import NodeShare
-from engine.protocol import EngineFailed
 
 DISK = {"prefix_cache": {"disk": {"path": "/cache", "max_gb": 10.0}, "fetch_port": 7000}}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine import smollm2
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import is_local, resolve_checkpoint
-from engine.protocol import EngineFailed
 
 FILES = {
     "chat_template.jinja",

@@ -15,9 +15,11 @@ from engine import take_over
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.core.memory.costs import MemoryCosts
+from engine.errors import EngineFailed
 from engine.placement import ConversationKeys, MovableSnapshot, Question, Quote, TakenOver
-from engine.protocol import EngineFailed, EngineRequest, FetchStatus
+from engine.protocol import EngineRequest
 from engine.snapshot_store.exchange import Sharing
+from engine.status import FetchStatus
 from engine.take_over import MAX_WARM
 from tests.engine.core.prefix_cache.test_disk_tier import SYSTEM, request
 from tests.engine.snapshot_store.peers import Relay, cut_at, flip_at

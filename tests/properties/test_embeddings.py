@@ -12,16 +12,8 @@ import pytest
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig, Pooling
-from engine.protocol import (
-    ContextLengthExceeded,
-    EngineRequest,
-    FinishReason,
-    InvalidRequest,
-    MemoryExceeded,
-    SamplingParams,
-    SparsePlan,
-    TokenChunk,
-)
+from engine.errors import ContextLengthExceeded, InvalidRequest, MemoryExceeded
+from engine.protocol import EngineRequest, FinishReason, SamplingParams, SparsePlan, TokenChunk
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.driver import Driver
 from tests.support.fake_runner import FakeRunner, run_engine

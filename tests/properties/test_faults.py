@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.protocol import EngineFailed, EngineRequest, FinishReason
+from engine.errors import EngineFailed
+from engine.protocol import EngineRequest, FinishReason
 from tests.support.faults import Armed, Failing, Faults, Meanwhile, nothing
 from tests.support.faulty_engine import (
     DRAFTS,

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.errors import InvalidRequest
 from engine.processing import grammar
-from engine.protocol import EngineRequest, FinishReason, GrammarSpec, InvalidRequest
+from engine.protocol import EngineRequest, FinishReason, GrammarSpec
 from tests.support.fake_runner import until
 from tests.support.faults import Failing, Faults, Hanging
 from tests.support.faulty_engine import DEADLINE_S, REGEX, RUNS, THREE_REGEX, TINY, WAITS, Bench, Reader

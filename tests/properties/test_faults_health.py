@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.protocol import EngineFailed, FinishReason
+from engine.errors import EngineFailed
+from engine.protocol import FinishReason
 from tests.support.fake_runner import until
 from tests.support.faults import Failing, Meanwhile, nothing
 from tests.support.faulty_engine import PLAIN, RUNS, TINY, WAITS, Bench

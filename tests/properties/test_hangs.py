@@ -15,8 +15,9 @@ import pytest
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
+from engine.errors import EngineFailed, Unavailable
 from engine.processing import grammar
-from engine.protocol import EngineFailed, EngineRequest, FinishReason, GrammarSpec, Unavailable
+from engine.protocol import EngineRequest, FinishReason, GrammarSpec
 from tests.support.fake_runner import until
 from tests.support.faults import Armed, Failing, Faults, Hanging, nothing
 from tests.support.faulty_engine import PLAIN, REGEX, THREE, TINY, Bench, Reader, with_picture

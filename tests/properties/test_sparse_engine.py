@@ -19,7 +19,8 @@ import pytest
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.protocol import Boundary, EngineRequest, FinishReason, InvalidRequest, SamplingParams
+from engine.errors import InvalidRequest
+from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams
 from engine.worker.model_runner import MLXRunner
 from tests.support.cold_runner import load_cold
 from tests.support.conversations import LENGTHS, Answer, cache_config, compare_logprobs, plain_tokens

@@ -11,18 +11,11 @@ import pytest
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
+from engine.errors import InvalidRequest
 from engine.processing.answer_constraint import answer_constraint
 from engine.processing.answer_parser import AnswerDelta, AnswerRules
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import (
-    EngineRequest,
-    FinishReason,
-    GrammarSpec,
-    InvalidRequest,
-    Progress,
-    SamplingParams,
-    ThoughtSpec,
-)
+from engine.protocol import EngineRequest, FinishReason, GrammarSpec, Progress, SamplingParams, ThoughtSpec
 
 WEATHER = {
     "type": "function",

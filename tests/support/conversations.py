@@ -14,13 +14,13 @@ from unittest import mock
 
 import numpy as np
 
+from engine.cache_miss import CacheMiss
 from engine.config import EngineConfig, PrefixCacheConfig
 from engine.core.prefix_cache.snapshot_boundaries import LEAST_TOKENS
 from engine.core.prompt import Prompt
 from engine.core.runner import ModelRunner
 from engine.protocol import (
     Boundary,
-    CacheMiss,
     EngineRequest,
     FinishReason,
     ImagePatches,

@@ -25,18 +25,10 @@ from engine.core.engine_core import EngineCore
 from engine.core.row import Matcher
 from engine.core.runner import ModelRunner
 from engine.core.scheduler_output import Published
+from engine.errors import OrchardError
 from engine.grammar_compilers import GrammarCompilers
-from engine.protocol import (
-    Boundary,
-    EngineRequest,
-    EngineStatus,
-    FinishReason,
-    GrammarSpec,
-    ImagePatches,
-    OrchardError,
-    SamplingParams,
-    TokenChunk,
-)
+from engine.protocol import Boundary, EngineRequest, FinishReason, GrammarSpec, ImagePatches, SamplingParams, TokenChunk
+from engine.status import EngineStatus
 from engine.worker.loader import load
 from engine.worker.model_runner import MLXRunner
 from tests.support.fake_runner import until

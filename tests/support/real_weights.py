@@ -32,7 +32,7 @@ LOCK_TIMEOUT_S = 900.0
 NO_CACHE: dict[str, Any] = {"prefix_cache": {"enabled": False}}
 
 DOCUMENTS = ("README.md", "engine/README.md", "deployments/README.md", "engine/FAST_PATHS.md")
-SOURCES = ("engine/protocol.py", "engine/core/scheduler.py", "engine/worker/prefill.py", "deployments/ingress.py")
+SOURCES = ("engine/async_engine.py", "engine/core/scheduler.py", "engine/worker/prefill.py", "deployments/ingress.py")
 QUESTION = "Summarize the following text in a few sentences.\n\n"
 
 

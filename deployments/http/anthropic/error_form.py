@@ -10,7 +10,7 @@ from deployments.http.allowance import Allowance
 from deployments.http.anthropic.phrases import ThreadsUnsupported
 from deployments.http.dialect import ErrorForm
 from deployments.http.errors import Failure
-from engine.protocol import ContextLengthExceeded
+from engine.errors import ContextLengthExceeded
 
 SCHEMA = {
     "type": "object",

@@ -43,7 +43,8 @@ from deployments.http.wire import (
     tag,
 )
 from deployments.requests import ChatRequest, Message, Thinking, Tool, ToolChoice
-from engine.protocol import GrammarSpec, InvalidRequest
+from engine.errors import InvalidRequest
+from engine.protocol import GrammarSpec
 
 MAX_NAMED = 16
 """Most edits, tools and blocks without effect whose names are returned."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from pydantic import ValidationError
 
 from deployments.http.errors import CHOICE, MAX_FINDINGS, Refusal, shown
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 NOT_PERMITTED = "Extra inputs are not permitted"
 """On this phrase Claude Code stops sending the field; on most others it gives up."""

@@ -19,8 +19,8 @@ from deployments.http.ollama.message_wire import Images, content_of
 from deployments.http.ollama.options_wire import split_options
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.requests import ChatRequest
+from engine.errors import InvalidRequest
 from engine.processing.message import Message
-from engine.protocol import InvalidRequest
 
 FIELD_RULES = FieldRules(
     neutral={**NEUTRAL, "suffix": ("",), "template": ("",), "context": ([],)},

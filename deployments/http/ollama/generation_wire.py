@@ -11,7 +11,8 @@ from deployments.http.grammar import schema_grammar
 from deployments.http.ollama.options_wire import OllamaOptions, sampling_fields
 from deployments.http.wire import Wire, choose, tag
 from deployments.requests import Thinking
-from engine.protocol import MAX_TOP_LOGPROBS, GrammarSpec, InvalidRequest
+from engine.errors import InvalidRequest
+from engine.protocol import MAX_TOP_LOGPROBS, GrammarSpec
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {"truncate": (False,), "shift": (False,), "_debug_render_only": (False,)}
 HINTS: dict[str, tuple[Any, ...]] = {"truncate": (True,), "shift": (True,)}

@@ -10,8 +10,8 @@ from deployments.http.errors import shown
 from deployments.http.parsed_request import ReadingRules
 from deployments.http.wire import MAX_TOOLS, OpenWire
 from deployments.requests import Tool
+from engine.errors import InvalidRequest
 from engine.processing.message import Message, Part, image_part, text_part
-from engine.protocol import InvalidRequest
 
 MAX_IMAGES = 2048
 """Images of one message."""

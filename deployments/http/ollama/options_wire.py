@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 from deployments.http.errors import shown
 from deployments.http.fields import FieldRules, UnknownFields, split_fields
 from deployments.http.wire import INT32_MAX, MAX_STOP_CHARS, MAX_STOP_STRINGS, Wire
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 WITHOUT_EFFECT = frozenset(
     {

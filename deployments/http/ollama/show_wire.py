@@ -9,7 +9,7 @@ from deployments.http.fields import FieldRules, validate_body
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.wire import Wire
 from deployments.requests import ChatRequest, Route
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 FIELD_RULES = FieldRules(informational=frozenset({"verbose", "options", "system", "template"}))
 

@@ -51,7 +51,8 @@ from deployments.http.wire import (
 )
 from deployments.requests import ChatRequest, Thinking
 from engine.config import MIN_KEEP
-from engine.protocol import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS, InvalidRequest
+from engine.errors import InvalidRequest
+from engine.protocol import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICES = 128

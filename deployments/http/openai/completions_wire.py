@@ -18,7 +18,7 @@ from deployments.http.openai.raw_prompt_wire import RawPrompts, prompts_of
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.wire import INT32_MAX
 from deployments.requests import ChatRequest, Route
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""

@@ -13,7 +13,7 @@ from deployments.http.openai.scored_text_wire import (
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.wire import choose, tag
 from deployments.requests import ChatRequest, Route, ScoreRequest
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 _FIRST, _SECOND = "Send these texts as `text_1`.", "Send these texts as `text_2`."
 FIELD_RULES = field_rules(

@@ -7,7 +7,7 @@ from pydantic import Field
 from deployments.http.fields import FieldRules
 from deployments.http.openai.raw_prompt_wire import MAX_PROMPTS
 from deployments.http.wire import INT32_MAX, MAX_USER_CHARS, OpenWire, Wire, choose, tag
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 MAX_INSTRUCTION_CHARS = 16_384
 

@@ -8,7 +8,7 @@ from pydantic import Field
 from deployments.http.effort import EFFORT_BUDGETS, template_level
 from deployments.http.wire import OpenWire
 from deployments.requests import Thinking
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

@@ -13,7 +13,7 @@ from deployments.http.openai.tool_wire import Tools
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.wire import MAX_MESSAGES, Wire
 from deployments.requests import ChatRequest, Route
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 
 class TokenizeTextBody(Wire):

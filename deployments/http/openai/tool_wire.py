@@ -11,7 +11,7 @@ from deployments.http.custom_tool import InputGrammar, TextFormat, custom_tool
 from deployments.http.errors import shown
 from deployments.http.wire import MAX_TOOLS, OpenWire, choose, tag, tag_among
 from deployments.requests import Tool, ToolChoice
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 

@@ -19,7 +19,8 @@ from deployments.http.responses.items import Item, WireInput, added_tools, kept_
 from deployments.http.responses.tools import OfferedTools, WireToolChoice, WireTools, offered_tools, tool_choice
 from deployments.http.wire import INT32_MAX, MAX_USER_CHARS, CacheSalt, Wire, choose, tag
 from deployments.requests import ChatRequest, Route, Thinking
-from engine.protocol import GrammarSpec, InvalidRequest
+from engine.errors import InvalidRequest
+from engine.protocol import GrammarSpec
 
 SEALED_REASONING = "reasoning.encrypted_content"
 

@@ -10,8 +10,8 @@ from deployments.http.parsed_request import ReadingRules
 from deployments.http.responses.items import Item
 from deployments.http.responses.tools import full_name
 from deployments.requests import Route
+from engine.errors import InvalidRequest
 from engine.processing.message import Message, Part, image_part, text_part
-from engine.protocol import InvalidRequest
 
 CALLS = ("function_call", "custom_tool_call")
 """Types of items that are calls of tools."""

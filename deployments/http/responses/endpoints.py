@@ -36,7 +36,7 @@ from deployments.http.responses.items import Item, listed_items, references, res
 from deployments.http.shared_responses import RunningResponse
 from deployments.http.sketch import sketched
 from deployments.requests import ChatRequest, Route
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 MAX_INLINE_BYTES = 64 * 2**10
 """Largest conversation that is joined on the event loop."""

@@ -17,7 +17,7 @@ from deployments.http.parsed_request import ReadingRules
 from deployments.http.responses.sealed import Unsealer
 from deployments.http.responses.tools import WireTools
 from deployments.http.wire import STRING_OR_ARRAY, OpenWire, choose, tag
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 Item = dict[str, Any]
 """A plain input item, or an output item."""

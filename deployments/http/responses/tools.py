@@ -12,7 +12,7 @@ from deployments.http.errors import shown
 from deployments.http.openai.tool_wire import ToolName, check_choice, check_kind, choice_form
 from deployments.http.wire import MAX_TOOLS, OpenWire, choose, tag, tag_among
 from deployments.requests import Tool, ToolChoice
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 
 class FunctionTool(OpenWire):

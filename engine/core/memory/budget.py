@@ -25,7 +25,7 @@ from engine.core.memory.needs import (
 )
 from engine.core.row import Row
 from engine.core.runner import ModelRunner
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 
 MIN_CHUNK_TOKENS_BESIDE = 64
 """Admission beside other rows reserves the memory of a chunk of this many tokens; larger chunks use free memory."""

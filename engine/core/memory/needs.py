@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from engine.core.memory.costs import MemoryCosts
 from engine.core.row import Row, RowState, by_prompt
-from engine.protocol import EngineRequest, MemoryExceeded
+from engine.errors import MemoryExceeded
+from engine.protocol import EngineRequest
 
 MAX_STEP_SHARE = 0.25
 """Largest share of `request_bytes` for the intermediate results of one chunk: late in long prompts chunks become

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
+from engine.cache_miss import CacheMiss
 from engine.config import BoundaryKind, PrefixCacheConfig
 from engine.core.cost_model import CostModel
 from engine.core.prefix_cache import eligibility
@@ -32,9 +33,10 @@ from engine.core.prompt import Prompt
 from engine.core.row import Row
 from engine.core.runner import ModelRunner
 from engine.core.stats import Stats
-from engine.protocol import Boundary, CacheCleared, CacheMiss, CacheStatus, EngineRequest
+from engine.protocol import Boundary, EngineRequest
 from engine.snapshot_store.files import SnapshotFiles
 from engine.snapshot_store.snapshot_client import SnapshotClient
+from engine.status import CacheCleared, CacheStatus
 
 log = logging.getLogger("orchard.engine")
 

@@ -11,7 +11,8 @@ from engine.core.prefix_cache.session import PrefixCacheSession, Reading
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.core.row import named
 from engine.core.runner import ModelRunner
-from engine.protocol import Boundary, InvalidRequest
+from engine.errors import InvalidRequest
+from engine.protocol import Boundary
 
 log = logging.getLogger("orchard.engine")
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from engine.core.prefix_cache.node import SnapshotNode
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
-from engine.protocol import CacheEntryStatus, CacheStatus
+from engine.status import CacheEntryStatus, CacheStatus
 
 MAX_ENTRIES_SHOWN = 256
 

@@ -13,11 +13,12 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+from engine.cache_miss import CacheMiss
 from engine.core.prefix_cache.lineages import Lineages
 from engine.core.prefix_cache.node import Snapshot, SnapshotNode
 from engine.core.prefix_cache.prompt_key import PromptKey
-from engine.protocol import CacheCounters, CacheMiss
 from engine.snapshot_store.files import SnapshotMeta
+from engine.status import CacheCounters
 
 MAX_RECENT_MISSES = 32
 

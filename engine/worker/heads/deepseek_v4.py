@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_vlm.speculative.drafters.deepseek_v4_mtp import DeepseekV4MTPDraftModel, ModelConfig
 from mlx_vlm.speculative.drafters.deepseek_v4_mtp.split import DeepseekV4MTPSplitter
 
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 from engine.worker.heads.library import LibraryFormat
 from engine.worker.language_model import config_of
 from engine.worker.layer_outputs import LayerOutputs

@@ -14,8 +14,8 @@ from mlx_vlm.speculative.drafters.eagle3.config import Eagle3Config
 from mlx_vlm.speculative.drafters.eagle3.eagle3 import Eagle3DraftModel
 from mlx_vlm.utils import load_model_weights
 
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import read_config
-from engine.protocol import EngineFailed
 from engine.worker.heads.head import Head
 from engine.worker.heads.head_files import check_fit, split_tensors
 from engine.worker.language_model import LanguageModel, config_of

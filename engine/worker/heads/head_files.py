@@ -6,8 +6,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.speculative.drafters.mtp_split import MTPSplitter
 
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import read_config
-from engine.protocol import EngineFailed
 
 
 def has_tensors(model_dir: Path, splitter: type[MTPSplitter]) -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 from mlx_vlm.speculative.drafters.mtp_split import MTPSplitter
 from mlx_vlm.utils import load_model_weights
 
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import read_config
-from engine.protocol import EngineFailed
 from engine.worker.config_fields import ARITHMETIC
 from engine.worker.heads.head import Head
 from engine.worker.heads.head_files import check_fit, has_tensors, read_head

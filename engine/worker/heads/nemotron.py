@@ -10,8 +10,8 @@ from mlx_vlm.speculative.drafters.nemotron_h_mtp.config import NemotronHMTPConfi
 from mlx_vlm.speculative.drafters.nemotron_h_mtp.split import NemotronHMTPSplitter
 from mlx_vlm.utils import load_model_weights
 
+from engine.errors import EngineFailed
 from engine.processing.reference_config import arithmetic_reference, text_section
-from engine.protocol import EngineFailed
 from engine.worker.config_fields import check_arithmetic
 from engine.worker.heads.head import Head, SharesTarget
 from engine.worker.heads.head_files import check_fit, has_tensors, read_head

@@ -16,8 +16,8 @@ from mlx_vlm.models.glm_moe_dsa.language import GlmMoeDsaAttention, GlmMoeDsaDec
 from mlx_vlm.speculative.drafters.mtp_split import MTPSplitter
 from mlx_vlm.utils import load_model_weights
 
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import read_config
-from engine.protocol import EngineFailed
 from engine.worker.config_fields import ARITHMETIC
 from engine.worker.heads.head import Head, SharesTarget
 from engine.worker.heads.head_files import check_fit, has_tensors, split_tensors

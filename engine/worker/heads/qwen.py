@@ -13,8 +13,8 @@ from mlx_vlm.speculative.drafters.qwen3_5_mtp import ModelConfig, Qwen3_5MTPDraf
 from mlx_vlm.speculative.drafters.qwen3_5_mtp.split import Qwen3_5MTPSplitter, Qwen3NextMTPSplitter
 from mlx_vlm.utils import load_model_weights
 
+from engine.errors import EngineFailed
 from engine.processing.reference_config import arithmetic_reference, text_section
-from engine.protocol import EngineFailed
 from engine.worker.config_fields import check_arithmetic
 from engine.worker.heads.head import Head, SharesTarget
 from engine.worker.heads.head_files import check_fit, has_tensors, read_head

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import ArraysCache, KVCache
 
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 
 POOL = 13
 """Scores are averaged over this many neighbours, because a single token says little about its surroundings."""

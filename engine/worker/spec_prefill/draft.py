@@ -8,8 +8,8 @@ import numpy as np
 from mlx_vlm.models.cache import ArraysCache
 
 from engine.config import EngineConfig, SpecPrefillConfig
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import draft_of, read_optional_json
-from engine.protocol import EngineFailed
 from engine.worker import loader, memory, patches
 from engine.worker.kv_cache import SequenceCache, num_bytes, rounded
 from engine.worker.language_model import LanguageModel

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engine.core.spec_prefill.plan import ScoreRequest
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 from engine.worker.kv_cache import SLOTS_STEP, rounded
 
 

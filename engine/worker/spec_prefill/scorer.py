@@ -20,7 +20,8 @@ from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.snapshot_boundaries import choose_boundaries
 from engine.core.spec_prefill.pace import RETRY_FADE, Pace
 from engine.core.spec_prefill.plan import ScoreRequest
-from engine.protocol import Boundary, EngineFailed
+from engine.errors import EngineFailed
+from engine.protocol import Boundary
 from engine.start_phase import StartPhase
 from engine.worker import memory
 from engine.worker.kv_cache import SequenceCache

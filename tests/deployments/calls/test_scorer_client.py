@@ -12,13 +12,8 @@ from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledErr
 from deployments.calls import scorer_client
 from deployments.calls.replica_choice import NoReplica
 from engine.core.spec_prefill.plan import Scored, ScoreRequest
-from engine.protocol import (
-    CachedPrefix,
-    EngineFailed,
-    InvalidRequest,
-    OrchardError,
-    Overloaded,
-)
+from engine.errors import EngineFailed, InvalidRequest, OrchardError, Overloaded
+from engine.protocol import CachedPrefix
 from tests.deployments.fake_handle import task_error
 from tests.deployments.scoring_graph import (
     ASKED,

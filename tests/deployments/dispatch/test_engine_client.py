@@ -28,22 +28,17 @@ from deployments.planners.text import TextMTP
 from deployments.ray_internals import RunningNode
 from deployments.requests import ChatRequest, Plan, Route
 from engine.config import EngineConfig
+from engine.errors import Cancelled, EngineFailed, InvalidRequest, Overloaded, QueueTimeout, Unavailable
 from engine.protocol import (
     GRAMMAR_FAILED,
     HEARTBEAT,
-    Cancelled,
-    EngineFailed,
     EngineRequest,
     FinishReason,
     GrammarSpec,
     ImagePatches,
-    InvalidRequest,
-    Overloaded,
     Progress,
-    QueueTimeout,
     SamplingParams,
     TokenChunk,
-    Unavailable,
 )
 from tests.deployments.fake_handle import FakeCall, FakeHandle, FakeStream, running, task_error
 from tests.support.clock import Clock

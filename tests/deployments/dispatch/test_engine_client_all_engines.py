@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError
 
 from deployments.dispatch.engine_client import EngineClient
 from deployments.requests import EngineAnswer, SilentEngine
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 from tests.deployments.dispatch.test_engine_client import run
 from tests.deployments.fake_handle import FakeCall, FakeHandle, task_error
 

@@ -20,10 +20,10 @@ from deployments.planners.prompt_planner import PromptPlanner
 from deployments.planners.text import TextMTP
 from deployments.requests import ChatRequest, ScoreRequest
 from engine.config import EngineConfig
+from engine.errors import EngineFailed, InvalidRequest
 from engine.processing.pooling import EmbeddingModel
 from engine.processing.reranker import Reranker
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import EngineFailed, InvalidRequest
 from tests.support.embedding_models import PROMPTS, describe_embeddings
 from tests.support.rerankers import INSTRUCTION, TEMPLATE, library_log_odds, prompt_of, tiny_reranker
 from tests.support.tiny import Tiny, build

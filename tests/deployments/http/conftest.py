@@ -24,8 +24,8 @@ from deployments.metrics.catalog import METRICS
 from deployments.metrics.node_figures import IngressFigures, NodeFigures
 from deployments.metrics.text_format import text_of
 from deployments.requests import ChatRequest, Embeddings, EmbedRequest, Route, ScoreRequest, Scores, SpecPrefillReport
+from engine.errors import InvalidRequest
 from engine.placement import TakenOver
-from engine.protocol import InvalidRequest
 
 
 class FakeGeneration:

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from deployments.http.api_keys import ApiKeysError
 from deployments.http.generation import TextDelta
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 
 ADMIN, ANN, BOB = "key-of-the-administrator", "key-of-ann", "key-of-bob"
 CHAT = {"model": "org/demo", "messages": [{"role": "user", "content": "Hi"}]}

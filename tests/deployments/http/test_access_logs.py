@@ -16,7 +16,7 @@ from starlette.routing import Route
 from deployments.http import status_stream
 from deployments.http.generation import TextDelta
 from deployments.http.request_reader import MAX_INLINE_BYTES
-from engine.protocol import EngineFailed, InvalidRequest, Overloaded, Unavailable
+from engine.errors import EngineFailed, InvalidRequest, Overloaded, Unavailable
 
 PROMPT, ANSWER = "xylophone-prompt", "xylophone-answer"
 KEY, WRONG_KEY = "xylophone-key", "xylophone-wrong-key"

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from deployments.http.generation import TextDelta
-from engine.protocol import EngineFailed, Unavailable
+from engine.errors import EngineFailed, Unavailable
 
 
 async def until(condition):

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from deployments.http.generation import TextDelta
-from engine.protocol import Overloaded
+from engine.errors import Overloaded
 
 
 async def until(condition):

@@ -8,7 +8,7 @@ import pytest
 
 from deployments.http.body_encoding import PIECE_BYTES, decoded
 from deployments.http.errors import BodyTooLarge
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 BODY = json.dumps({"messages": ["Hello!"] * 1000}).encode()
 RAW = zlib.compressobj(wbits=-15)

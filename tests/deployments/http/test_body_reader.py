@@ -22,7 +22,7 @@ from deployments.http.errors import ModelNotFound
 from deployments.http.parsed_request import ReadingRules
 from deployments.http.request_reader import MAX_INLINE_BYTES, read_request
 from deployments.requests import PackedMessages
-from engine.protocol import InvalidRequest, Unavailable
+from engine.errors import InvalidRequest, Unavailable
 
 RULES = ReadingRules("org/demo", frozenset({"image"}))
 LARGE = "é🙂 word " * (MAX_INLINE_BYTES // 8)

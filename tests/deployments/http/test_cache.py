@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from deployments.http.cache import MAX_QUOTED_CHARS, cache_body, cleared_body, explanation
 from deployments.requests import EngineAnswer, SilentEngine
-from engine.cache_miss import CacheMissReason
+from engine.cache_miss import CacheMiss, CacheMissReason
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import CacheCleared, CacheEntryStatus, CacheMiss, CacheStatus
+from engine.status import CacheCleared, CacheEntryStatus, CacheStatus
 
 TOKENIZER = ChatTokenizer(DEMO_MODEL)
 SPELL = TOKENIZER.token_bytes

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from deployments.http.in_flight import InFlight
-from engine.protocol import Unavailable
+from engine.errors import Unavailable
 
 
 def test_request_without_an_available_engine_is_a_503_with_the_reason(chat, backend, make_app):

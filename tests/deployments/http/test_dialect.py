@@ -16,7 +16,7 @@ from deployments.http.job import PlainBody, PlainJob
 from deployments.http.operation import Operation
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.requests import ChatRequest, Route
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 TELEGRAM_ERROR = {"type": "object", "required": ["stop"], "properties": {"stop": {"type": "string"}}}
 

@@ -9,7 +9,7 @@ import pytest
 from deployments.http.dialects import DIALECTS
 from deployments.http.error_map import ErrorMap
 from deployments.http.generation import TextDelta
-from engine.protocol import (
+from engine.errors import (
     Cancelled,
     ContextLengthExceeded,
     EngineFailed,

@@ -10,7 +10,7 @@ import pytest
 
 from deployments.http.event_stream import COMMENT
 from deployments.http.generation import TextDelta
-from engine.protocol import Overloaded
+from engine.errors import Overloaded
 
 SOON = {"stream_comment_s": 0.05}
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from deployments.http.in_flight import InFlight, InFlightRequest, Pace
 from engine import retry_after
-from engine.protocol import Cancelled, InvalidRequest, Overloaded, Unavailable
+from engine.errors import Cancelled, InvalidRequest, Overloaded, Unavailable
 from tests.support.clock import Clock
 
 

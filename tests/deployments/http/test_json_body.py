@@ -6,8 +6,8 @@ import time
 import pytest
 
 from deployments.http.json_body import parse_json_object
+from engine.errors import InvalidRequest
 from engine.processing.json_shape import MAX_JSON_VALUES
-from engine.protocol import InvalidRequest
 
 
 def nested(depth):

@@ -17,7 +17,7 @@ from deployments.http.dialects import DIALECTS
 from deployments.http.figures import LIMITS
 from deployments.http.generation import TextDelta
 from deployments.http.response_counter import APIS, api_of
-from engine.protocol import EngineFailed, Overloaded, QueueTimeout, Unavailable
+from engine.errors import EngineFailed, Overloaded, QueueTimeout, Unavailable
 from tests.deployments.http.conftest import Connection, FakeBackend
 
 ADMIN, ANN, BOB = "key-of-the-administrator", "key-of-ann", "key-of-bob"

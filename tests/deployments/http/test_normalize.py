@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.http.normalize import DEFAULT_VOLATILE_PATTERNS, SystemPolicy, _stable_lines, normalize
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 
 def system(content: Any, **extra: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from deployments.http.dialect import Dialect
 from deployments.http.dialects import DIALECTS
 from deployments.http.openai.dialect import OPENAI
 from deployments.http.rate_limits import KINDS, RateLimited, RateLimits
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 from tests.support.clock import Clock
 
 FREE = KeyIdentity("free")

@@ -10,7 +10,7 @@ import pytest
 
 from deployments.http.cache import cache_body
 from deployments.http.redaction import administrative_view, public_view
-from engine.protocol import EngineStatus, QueuedRequest
+from engine.status import EngineStatus, QueuedRequest
 from tests.deployments.http.test_cache import SPELL, STATUSES, answers, ids, miss
 
 HASH = "sha256:" + "ab" * 32

@@ -14,7 +14,7 @@ from deployments.http.openai.dialect import OPENAI
 from deployments.http.rate_limits import RateLimited
 from deployments.http.shared_limits import SharedLimits
 from deployments.placement.rendezvous import Rendezvous
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 from tests.support.clock import Clock
 
 NODES = ("node-0", "node-1", "node-2")

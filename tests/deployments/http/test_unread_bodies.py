@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from deployments.http.errors import BodyTooLarge, BodyTooSlow
 from deployments.http.unread_bodies import BodyLimits, UnreadBodies, UnreadBody, read_body
-from engine.protocol import Overloaded
+from engine.errors import Overloaded
 from tests.support.clock import Clock
 
 

@@ -16,7 +16,7 @@ from engine.core.request_figures import RequestFigures
 from engine.core.spec_prefill.plan import ScorerStatus
 from engine.figures import EngineFigures
 from engine.histogram import Histogram
-from engine.protocol import EngineStatus, FetchStatus
+from engine.status import EngineStatus, FetchStatus
 
 UNITS = {"bytes": "_bytes", "seconds": "_seconds"}
 """Part of a metric's name by unit."""

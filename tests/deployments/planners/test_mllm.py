@@ -12,10 +12,10 @@ from deployments.args import AppArgs
 from deployments.planners.mllm import MLLM
 from deployments.requests import ChatRequest, Plan
 from engine.config import EngineConfig, MediaConfig
+from engine.errors import InvalidRequest
 from engine.processing import media
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import InvalidRequest
 from tests.support.image_files import scan_bomb
 from tests.support.video_files import video
 from tests.support.vision_families import SIGHTED

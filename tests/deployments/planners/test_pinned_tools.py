@@ -13,8 +13,8 @@ from deployments.http.openai.chat_wire import parse_chat
 from deployments.http.parsed_request import ParsedRequest, ReadingRules
 from deployments.http.responses.body import parse_responses
 from deployments.planners.prompt_planner import PromptPlanner
+from engine.errors import EngineFailed
 from engine.processing.pinned import pinned_requests
-from engine.protocol import EngineFailed
 
 SYSTEM = "You are a forecaster."
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

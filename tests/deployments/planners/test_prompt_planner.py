@@ -7,17 +7,10 @@ import pytest
 from deployments.planners.prompt_planner import PromptPlanner, sampling_params
 from deployments.requests import ChatRequest, PackedMessages, Thinking, Tool
 from engine.config import EngineConfig, PrefixCacheConfig
+from engine.errors import ContextLengthExceeded, EngineFailed, InvalidRequest
 from engine.processing.prompt_origin import prompt_origin
 from engine.processing.tokenizer import GenerationDefaults
-from engine.protocol import (
-    ContextLengthExceeded,
-    EngineFailed,
-    EngineRequest,
-    GrammarSpec,
-    InvalidRequest,
-    PromptOrigin,
-    SamplingParams,
-)
+from engine.protocol import EngineRequest, GrammarSpec, PromptOrigin, SamplingParams
 
 DEFAULTS = GenerationDefaults(temperature=0.7, top_p=0.8, top_k=20, min_p=0.1)
 

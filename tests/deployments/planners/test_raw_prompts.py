@@ -20,7 +20,7 @@ from deployments.planners.prompt_planner import PromptPlanner
 from deployments.planners.text import TextMTP
 from deployments.requests import ChatRequest, Tool
 from engine.config import EmbeddingConfig, EngineConfig, PrefixCacheConfig
-from engine.protocol import ContextLengthExceeded, InvalidRequest
+from engine.errors import ContextLengthExceeded, InvalidRequest
 
 USER = {"role": "user", "content": "What is 12 + 30?"}
 

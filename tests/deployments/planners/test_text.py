@@ -6,7 +6,7 @@ import pytest
 from deployments.args import AppArgs
 from deployments.planners.text import TextMTP
 from deployments.requests import ChatRequest
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 
 def test_a_text_request_is_planned():

@@ -164,7 +164,7 @@ Traceback (most recent call last):
 @pytest.mark.parametrize(
     "error",
     [
-        "engine.protocol.EngineFailed: model './nope': there is no directory",
+        "engine.errors.EngineFailed: model './nope': there is no directory",
         "pydantic.ValidationError: 1 validation error for AppArgs\nengine.modle\n  Extra inputs are not permitted",
     ],
 )

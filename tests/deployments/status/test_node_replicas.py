@@ -11,8 +11,9 @@ from deployments.metrics.node_figures import NodeFigures, SparsePlans
 from deployments.status import node_replicas
 from deployments.status.node_replicas import NodeReplicas
 from engine.core.spec_prefill.plan import ScorerStatus
+from engine.errors import EngineFailed
 from engine.figures import EngineFigures
-from engine.protocol import EngineFailed, EngineStatus
+from engine.status import EngineStatus
 from tests.deployments.fake_handle import FakeCall, FakeHandle
 
 Figures = tuple[NodeFigures, list[NodeFigures]]

@@ -13,7 +13,8 @@ from deployments.status.ray_mirror import RayMirror, mirror_to_ray
 from engine.async_engine import AsyncEngine
 from engine.figures import EngineFigures
 from engine.histogram import Histogram
-from engine.protocol import EngineRequest, EngineStatus, SamplingParams
+from engine.protocol import EngineRequest, SamplingParams
+from engine.status import EngineStatus
 from engine.timeline import RowTimeline
 from tests.engine.test_async_engine import CountingRunner
 from tests.support.fake_runner import run_engine

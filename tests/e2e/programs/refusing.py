@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from deployments.http.anthropic import phrases
 from deployments.http.errors import ModelNotFound
-from engine.protocol import ContextLengthExceeded, InvalidRequest, Overloaded
+from engine.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from tests.e2e.programs.catalogue import Case
 from tests.e2e.programs.install import Installed
 from tests.e2e.programs.outcome import fields_to_refuse

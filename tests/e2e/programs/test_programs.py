@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deployments.http.errors import ModelNotFound
-from engine.protocol import ContextLengthExceeded, InvalidRequest, Overloaded
+from engine.errors import ContextLengthExceeded, InvalidRequest, Overloaded
 from tests.e2e.programs import record, terminal
 from tests.e2e.programs.catalogue import CASES, LAUNCHED, Case, Program
 from tests.e2e.programs.install import Installed

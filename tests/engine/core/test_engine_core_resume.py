@@ -8,7 +8,8 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core.row import Row
-from engine.protocol import EngineRequest, FinishReason, MemoryExceeded, Progress, SamplingParams, TokenChunk
+from engine.errors import MemoryExceeded
+from engine.protocol import EngineRequest, FinishReason, Progress, SamplingParams, TokenChunk
 from tests.engine.core.rows import finish_prefill, out, scheduler_of, spec, step_of
 from tests.support.clock import Clock
 from tests.support.driver import Driver

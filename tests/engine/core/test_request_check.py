@@ -5,7 +5,8 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core.request_check import check_request
-from engine.protocol import ContextLengthExceeded, EngineRequest, InvalidRequest, SamplingParams
+from engine.errors import ContextLengthExceeded, InvalidRequest
+from engine.protocol import EngineRequest, SamplingParams
 from tests.support.fake_runner import FakeRunner
 
 CONTEXT = 100

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from engine.errors import InvalidRequest
 from engine.processing.answer_constraint import answer_constraint
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import GrammarSpec, InvalidRequest, ThoughtSpec
+from engine.protocol import GrammarSpec, ThoughtSpec
 from tests.engine.processing.test_tool_grammar import NOW, PARIS, TOOLS, call
 from tests.engine.processing.walks import accepts, compiled
 

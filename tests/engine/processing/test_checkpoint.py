@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import (
     DEMO_MODEL,
     media_kinds,
@@ -16,7 +17,6 @@ from engine.processing.checkpoint import (
     refuse_code,
     resolve_checkpoint,
 )
-from engine.protocol import EngineFailed
 
 
 @pytest.fixture

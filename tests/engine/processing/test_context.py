@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import DEMO_MODEL, read_config
 from engine.processing.context import choose_context, context_limit, declared_scalings, library_config
-from engine.protocol import EngineFailed
 
 QWEN_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 LLAMA_31 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.protocol import GrammarSpec, InvalidRequest
+from engine.errors import InvalidRequest
+from engine.protocol import GrammarSpec
 from tests.engine.processing.walks import (
     END_OF_TEXT,
     IM_END,

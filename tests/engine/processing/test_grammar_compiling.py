@@ -13,12 +13,13 @@ import pytest
 
 from engine.config import GrammarConfig
 from engine.core.row import Matcher
+from engine.errors import EngineFailed, InvalidRequest, Overloaded
 from engine.processing import grammar as grammar_module
 from engine.processing import grammar_build
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.grammar import MAX_PENDING, GrammarCompiler
 from engine.processing.json_schema import FreeLimits
-from engine.protocol import EngineFailed, GrammarSpec, InvalidRequest, Overloaded
+from engine.protocol import GrammarSpec
 from tests.engine.processing.walks import STOPS, VOCAB_SIZE, accepts, compiled, encode, json_schema
 
 CODES = GrammarSpec("regex", "[A-Z]{2}-[0-9]{2}")

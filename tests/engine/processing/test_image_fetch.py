@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from engine.config import MediaConfig
+from engine.errors import InvalidRequest
 from engine.processing.byte_budget import ByteBudget
 from engine.processing.media import MAX_FETCHES, MediaLoader
 from engine.processing.message import ImageSource
 from engine.processing.public_addresses import Resolver, is_public
-from engine.protocol import InvalidRequest
 from tests.support.image_files import PNG, UNCHANGED, data_url, load, picture, pixels_of, refusal
 
 

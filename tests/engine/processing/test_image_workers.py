@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from engine.config import MediaConfig
+from engine.errors import InvalidRequest
 from engine.processing import image_workers
 from engine.processing.byte_budget import ByteBudget
 from engine.processing.checkpoint import DEMO_MODEL
@@ -23,7 +24,6 @@ from engine.processing.image_worker import WorkerSettings
 from engine.processing.image_workers import ImageWorkers
 from engine.processing.images import ImagePreprocessor
 from engine.processing.worker_process import environment
-from engine.protocol import InvalidRequest
 from tests.support.image_files import PNG, QWEN3_VL, UNCHANGED, encoded, picture, scan_bomb
 
 SETTINGS = WorkerSettings.of(MediaConfig(), UNCHANGED)

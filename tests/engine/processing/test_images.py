@@ -9,10 +9,10 @@ import pytest
 from PIL import Image
 from transformers import AutoImageProcessor
 
+from engine.errors import EngineFailed, InvalidRequest
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.images import ImagePreprocessor, normalize
 from engine.processing.patch_normalization import PatchNormalization
-from engine.protocol import EngineFailed, InvalidRequest
 
 SIZES = [(64, 64), (200, 100), (1000, 30), (31, 33), (1, 1), (1, 150), (700, 900)]
 

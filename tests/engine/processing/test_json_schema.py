@@ -6,8 +6,8 @@ from typing import Any
 import jsonschema
 import pytest
 
+from engine.errors import InvalidRequest
 from engine.processing.json_schema import lenient_schema, strict_schema
-from engine.protocol import InvalidRequest
 from tests.engine.processing.walks import accepts, compiled, json_schema
 
 OBJECT = {"type": "object"}

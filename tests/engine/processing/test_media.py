@@ -9,11 +9,11 @@ import pytest
 from PIL import Image
 
 from engine.config import MediaConfig
+from engine.errors import InvalidRequest
 from engine.processing import media
 from engine.processing.byte_budget import ByteBudget
 from engine.processing.media import MAX_REQUEST_BYTES, MediaLoader, check_data_url
 from engine.processing.message import ImageSource
-from engine.protocol import InvalidRequest
 from tests.support.image_files import (
     FIELD,
     PNG,

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from engine.errors import EngineFailed
 from engine.processing.patch_normalization import PatchNormalization
-from engine.protocol import EngineFailed
 
 
 @pytest.mark.parametrize(

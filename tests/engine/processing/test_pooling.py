@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from engine.config import EmbeddingConfig
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.pooling import choose_pooling
-from engine.protocol import EngineFailed
 
 AUTO = EmbeddingConfig()
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from engine.errors import ContextLengthExceeded
 from engine.processing import prompt_length
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.prompt_length import ClientDisconnected, PromptLimit, TokenBound, count_windows
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import ContextLengthExceeded
 from tests.engine.processing.chat_templates import build_sentencepiece
 
 DEMO = json.loads((DEMO_MODEL / "tokenizer.json").read_text())

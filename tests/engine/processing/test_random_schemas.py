@@ -13,8 +13,9 @@ from collections import Counter
 import jsonschema
 import pytest
 
+from engine.errors import InvalidRequest
 from engine.processing.json_schema import FORMATS
-from engine.protocol import GrammarSpec, InvalidRequest
+from engine.protocol import GrammarSpec
 from tests.engine.processing.random_schemas import near_value, random_schema
 from tests.engine.processing.spellings import dump, exact, spellings
 from tests.engine.processing.walks import accepts_as_text, compiled, decode, walk

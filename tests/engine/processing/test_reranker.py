@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from engine.errors import EngineFailed
 from engine.processing.pooling import EmbeddingModel
 from engine.processing.reranker import Reranker
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import EngineFailed
 from tests.support.embedding_models import describe_embeddings
 from tests.support.rerankers import INSTRUCTION, NO, TEMPLATE, YES, describe_reranker, tiny_reranker
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from engine.errors import EngineFailed, InvalidRequest
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer import ChatTokenizer, GenerationDefaults
-from engine.protocol import EngineFailed, InvalidRequest
 from tests.support.image_files import placeholders
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))

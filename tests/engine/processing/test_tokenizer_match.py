@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer_match import why_different
-from engine.protocol import EngineFailed
 
 DRAFT = DEMO_MODEL / "draft"
 

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import GrammarConfig
+from engine.errors import InvalidRequest
 from engine.processing.answer_constraint import answer_constraint
 from engine.processing.answer_parser import AnswerDelta, AnswerRules
 from engine.processing.checkpoint import DEMO_MODEL
@@ -27,7 +28,7 @@ from engine.processing.thought_matcher import ThoughtMatcher, ThoughtRules
 from engine.processing.tokenizer import ChatTokenizer
 from engine.processing.tool_arguments import ToolTypes
 from engine.processing.tool_format import FUNCTION_GEMMA, LONGCAT, MINIMAX, PYTHONIC, ToolFormat
-from engine.protocol import GrammarSpec, InvalidRequest
+from engine.protocol import GrammarSpec
 from tests.engine.processing.call_parts import joined
 from tests.engine.processing.tool_templates import FAMILIES
 

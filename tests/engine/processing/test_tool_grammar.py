@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from mlx_lm.tool_parsers.qwen3_coder import parse_tool_call
 
 from engine.core.row import Matcher
+from engine.errors import InvalidRequest
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer import ChatTokenizer
 from engine.processing.tool_grammar import tool_call_grammar
-from engine.protocol import InvalidRequest
 from tests.engine.processing.test_json_schema import is_valid
 from tests.engine.processing.walks import IM_END, accepted_part, accepts, allowed, compiled, decode, encode, walk
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from engine.config import GrammarConfig
+from engine.errors import InvalidRequest
 from engine.processing.answer_constraint import answer_constraint
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.grammar import GrammarCompiler
 from engine.processing.tokenizer import ChatTokenizer
 from engine.processing.tool_schema import tool_schema
-from engine.protocol import GrammarSpec, InvalidRequest
+from engine.protocol import GrammarSpec
 from tests.engine.processing.tool_templates import FAMILIES
 from tests.engine.processing.walks import compiled, walk
 

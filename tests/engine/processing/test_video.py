@@ -13,6 +13,7 @@ import pytest
 from mlx_vlm.models.qwen3_vl.processing_qwen3_vl import _timestamped_video_placeholder
 
 from engine.config import MediaConfig
+from engine.errors import InvalidRequest
 from engine.processing.checkpoint import DEMO_MODEL, media_kinds, read_config, videos_unsupported_reason
 from engine.processing.images import ImagePreprocessor, normalize
 from engine.processing.media import MediaLoader
@@ -20,7 +21,7 @@ from engine.processing.message import ImageSource, video_part
 from engine.processing.tokenizer import ChatTokenizer
 from engine.processing.video_file import VideoFile
 from engine.processing.video_grid import VideoGrid
-from engine.protocol import ImagePatches, InvalidRequest
+from engine.protocol import ImagePatches
 from tests.support.image_files import PNG, data_url, encoded, picture
 from tests.support.video_files import recorded, split_video, turned_clockwise, video
 from tests.support.vision_families import SIGHTED, video_pixels

@@ -14,12 +14,13 @@ from mlx_vlm.models.llava_onevision.processing_llava_onevision import LlavaOnevi
 from PIL import Image
 
 from engine.config import MediaConfig
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import images_unsupported_reason, media_kinds, read_config, vocab_size
 from engine.processing.images import ImagePreprocessor, normalize
 from engine.processing.media import MediaLoader
 from engine.processing.message import ImageSource, text_part
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import EngineFailed, ImagePatches
+from engine.protocol import ImagePatches
 from tests.support.image_files import data_url, encoded
 from tests.support.sighted_family import IDS, PATCH, SightedFamily
 from tests.support.vision_families import SIGHTED

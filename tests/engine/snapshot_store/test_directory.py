@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 from engine.snapshot_store import directory as snapshot_directory
 from engine.snapshot_store.directory import SnapshotDirectory, SnapshotLost
 from tests.engine.snapshot_store.snapshots import (

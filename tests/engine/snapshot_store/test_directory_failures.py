@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from engine.config import DiskCacheConfig
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 from engine.snapshot_store import directory as snapshot_directory
 from engine.snapshot_store.files import SnapshotFiles, SnapshotLost
 from tests.engine.snapshot_store.snapshots import (

@@ -13,9 +13,9 @@ from mlx_vlm.models.cache import ChunkedKVCache, RotatingKVCache, make_prompt_ca
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine.config import EngineConfig
+from engine.errors import EngineFailed
 from engine.processing.context import choose_context, ignored_window, library_config
 from engine.processing.reference_config import arithmetic_reference, declared_reaches
-from engine.protocol import EngineFailed
 from engine.worker.config_fields import (
     ACTIVATIONS,
     ARITHMETIC,

@@ -14,7 +14,8 @@ import pytest
 from engine.config import EngineConfig, MTPExact
 from engine.core.row import Row
 from engine.core.runner import Drafts
-from engine.protocol import EngineFailed, EngineRequest, SamplingParams
+from engine.errors import EngineFailed
+from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.drafter import PendingHiddenStates
 from engine.worker.language_model import LanguageModel
 from engine.worker.model_runner import MLXRunner

@@ -15,8 +15,9 @@ import engine.worker  # noqa: F401  # before MLX
 
 import mlx.core as mx  # isort: skip
 from engine.config import EngineConfig, SpecPrefillConfig
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import DEMO_MODEL
-from engine.protocol import EngineFailed, EngineRequest, SamplingParams
+from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.draft_model import DraftModel
 from engine.worker.loader import open_model
 from engine.worker.model_runner import MLXRunner

@@ -11,8 +11,8 @@ import mlx.core as mx  # isort: skip
 import pytest
 
 from engine.config import EngineConfig
+from engine.errors import EngineFailed
 from engine.processing.reference_config import text_section
-from engine.protocol import EngineFailed
 from engine.worker.dropped_weights import dropped_biases
 from engine.worker.loader import open_model
 from tests.support.families import FAMILIES

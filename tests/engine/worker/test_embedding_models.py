@@ -13,8 +13,9 @@ from mlx_vlm.utils import load_model
 
 from engine.__main__ import Chat, arguments
 from engine.config import EmbeddingConfig, EngineConfig
+from engine.errors import EngineFailed
 from engine.processing.pooling import choose_pooling
-from engine.protocol import EngineFailed, EngineRequest, SamplingParams
+from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import loader
 from engine.worker.model_report import report
 from engine.worker.patches.bare_names import bare_names

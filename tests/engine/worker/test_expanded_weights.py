@@ -13,7 +13,7 @@ from mlx_vlm.models.mla import MultiLinear
 from mlx_vlm.models.switch_layers import SwitchLinear
 
 from engine.config import EngineConfig
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 from engine.worker import loader
 from engine.worker.expanded_weights import expand
 from tests.support.families import FAMILIES

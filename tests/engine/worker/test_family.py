@@ -20,7 +20,7 @@ from mlx_vlm.models.cache import (
 )
 
 from engine.config import EngineConfig
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 from engine.worker import loader
 from engine.worker.family import unsupported_reason
 from engine.worker.refused_families import REFUSED

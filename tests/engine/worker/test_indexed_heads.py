@@ -16,7 +16,8 @@ from mlx_vlm.speculative.drafters.hy_v4_mtp.split import split_hy_v4_mtp
 from mlx_vlm.speculative.drafters.qwen4_exp_mtp.split import split_qwen4_exp_mtp
 
 from engine.config import EngineConfig
-from engine.protocol import EngineFailed, EngineRequest, SamplingParams
+from engine.errors import EngineFailed
+from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import loader
 from engine.worker.decode import DecodeGroup
 from tests.support.cold_runner import load_cold

@@ -17,7 +17,8 @@ from mlx.utils import tree_flatten
 from engine.config import EngineConfig
 from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts, PromptChunk
-from engine.protocol import EngineFailed, EngineRequest, SamplingParams
+from engine.errors import EngineFailed
+from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import loader, mtp_loader
 from engine.worker.decode import DecodeGroup
 from engine.worker.model_runner import MLXRunner

@@ -12,9 +12,9 @@ from mlx_vlm.convert import convert
 from PIL import Image
 
 from engine.config import EngineConfig
+from engine.errors import EngineFailed
 from engine.processing.images import ImagePreprocessor
 from engine.processing.tokenizer import ChatTokenizer
-from engine.protocol import EngineFailed
 from engine.worker import loader
 from engine.worker.model_runner import load_runner
 from engine.worker.patches import recurrent_gemma_norm

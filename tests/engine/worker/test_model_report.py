@@ -11,9 +11,10 @@ import pytest
 
 from engine.config import EngineConfig, MemoryConfig
 from engine.core.row import Row
+from engine.errors import EngineFailed
 from engine.processing import checkpoint
 from engine.processing.checkpoint import DEMO_MODEL
-from engine.protocol import EngineFailed, EngineRequest, SamplingParams
+from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import loader, memory
 from engine.worker.language_model import LanguageModel
 from engine.worker.model_report import RowBytes, check_before_start, check_each, report

@@ -20,7 +20,8 @@ from mlx_vlm.speculative.drafters.glm_moe_dsa_mtp.split import split_glm_moe_dsa
 from engine.config import EngineConfig
 from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts
-from engine.protocol import EngineFailed, EngineRequest, Progress, SamplingParams
+from engine.errors import EngineFailed
+from engine.protocol import EngineRequest, Progress, SamplingParams
 from engine.worker import loader, mtp_loader
 from engine.worker.decode import DecodeGroup
 from engine.worker.heads.qwen import QWEN_FORMATS

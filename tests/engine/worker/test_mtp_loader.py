@@ -14,8 +14,8 @@ from mlx_vlm.split_mtp import split_mtp
 from pydantic import ValidationError
 
 from engine.config import EngineConfig, MTPConfig
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import DEMO_MODEL
-from engine.protocol import EngineFailed
 from engine.worker import loader
 
 FIXED = MTPConfig(max_draft_tokens=2)

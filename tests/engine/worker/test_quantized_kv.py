@@ -15,7 +15,8 @@ from mlx_vlm.models.cache import KVCache, QuantizedKVCache
 
 from engine.config import DiskCacheConfig, EngineConfig
 from engine.core.engine_core import EngineCore
-from engine.protocol import Boundary, EngineFailed, EngineRequest, SamplingParams
+from engine.errors import EngineFailed
+from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.snapshot_store.files import SnapshotFiles
 from engine.worker import quantized_kv
 from engine.worker.language_model import LanguageModel

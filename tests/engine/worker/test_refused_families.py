@@ -17,7 +17,7 @@ from mlx_vlm.models.cache import make_prompt_cache
 from mlx_vlm.utils import get_model_and_args
 
 from engine.config import EngineConfig
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 from engine.worker import loader
 from engine.worker.patches import glm5_next_rows
 from engine.worker.refused_families import DECISIONS, REFUSED

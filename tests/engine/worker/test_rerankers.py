@@ -14,7 +14,8 @@ import pytest
 from engine.__main__ import Chat, arguments
 from engine.config import EngineConfig
 from engine.core.request_check import check_request
-from engine.protocol import EngineFailed, EngineRequest, FinishReason, InvalidRequest, SamplingParams
+from engine.errors import EngineFailed, InvalidRequest
+from engine.protocol import EngineRequest, FinishReason, SamplingParams
 from engine.worker import loader
 from engine.worker.model_report import report
 from tests.support.cold_runner import load_cold

@@ -13,7 +13,7 @@ import pytest
 from mlx_vlm.models.rope_utils import SuScaledRoPE
 
 from engine.config import EngineConfig, SpecPrefillConfig
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 from engine.worker import loader
 from engine.worker.model_report import report
 from engine.worker.spec_prefill.draft import draft_engine_config

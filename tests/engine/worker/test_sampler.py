@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from engine.core.runner import NO_TOKEN
-from engine.protocol import InvalidRequest, SamplingParams
+from engine.errors import InvalidRequest
+from engine.protocol import SamplingParams
 from engine.worker.sampler import Sampler, mix_seeds, random_keys
 
 VOCAB = 64

@@ -7,9 +7,9 @@ import pytest
 
 import engine.worker  # noqa: F401  # before MLX
 from engine.config import EngineConfig
+from engine.errors import EngineFailed
 from engine.processing.context import WINDOWS_IGNORED, choose_context, ignored_window, library_config
 from engine.processing.reference_config import RECURRENT, declared_reaches, text_section
-from engine.protocol import EngineFailed
 from engine.worker.patches import families
 from engine.worker.windows import check_windows, found_reaches
 from tests.support.families import FAMILIES

@@ -8,8 +8,8 @@ import pytest
 from deployments.http.anthropic.conversation import definition_text
 from deployments.http.anthropic.signature import signature_of
 from deployments.requests import Route
+from engine.errors import InvalidRequest
 from engine.processing.message import Part
-from engine.protocol import InvalidRequest
 from tests.deployments.http.anthropic.conftest import RULES, USER, parsed, request_of, tool
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.100.7b4; cc_entrypoint=cli; cch=eb6c6;"

@@ -7,15 +7,8 @@ import pytest
 from deployments.http.context import IGNORED_HEADER
 from deployments.http.generation import TextDelta
 from deployments.requests import Route
+from engine.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, MemoryExceeded, Overloaded, Unavailable
 from engine.processing.message import image_sources
-from engine.protocol import (
-    ContextLengthExceeded,
-    EngineFailed,
-    InvalidRequest,
-    MemoryExceeded,
-    Overloaded,
-    Unavailable,
-)
 from tests.deployments.http.anthropic.conftest import body, events, tool
 
 

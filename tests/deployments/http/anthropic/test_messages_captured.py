@@ -14,7 +14,7 @@ from typing import Any
 
 from deployments.http.parsed_request import ParsedRequest
 from deployments.http.request_reader import read_request
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 from tests.deployments.http.anthropic.conftest import RULES
 
 REFUSED = {

@@ -18,7 +18,8 @@ from deployments.http.anthropic.messages_wire import (
 from deployments.http.anthropic.phrases import NOT_PERMITTED, ThreadsUnsupported
 from deployments.http.errors import ModelNotFound
 from deployments.requests import Thinking, Tool, ToolChoice
-from engine.protocol import GrammarSpec, InvalidRequest
+from engine.errors import InvalidRequest
+from engine.protocol import GrammarSpec
 from tests.deployments.http.anthropic.conftest import RULES, USER, body, parsed, request_of, tool
 
 SCHEMA = {"type": "object", "properties": {"z": {"type": "string"}, "a": {"const": "é"}}}

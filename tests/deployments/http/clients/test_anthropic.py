@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from deployments.requests import Route, ToolChoice
+from engine.errors import ContextLengthExceeded, EngineFailed, Unavailable
 from engine.processing.message import image_sources
-from engine.protocol import ContextLengthExceeded, EngineFailed, Unavailable
 from tests.e2e.clients.questions import (
     CAPITAL,
     CAPITAL_QUESTION,

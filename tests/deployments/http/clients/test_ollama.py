@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from deployments.requests import Route
+from engine.errors import EngineFailed, Overloaded
 from engine.processing.message import image_sources
-from engine.protocol import EngineFailed, Overloaded
 from tests.deployments.http.clients.scripted import RAW_TEXT
 from tests.e2e.clients.questions import (
     CAPITAL,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from deployments.requests import Route, ToolChoice
+from engine.errors import EngineFailed
 from engine.processing.message import image_sources
-from engine.protocol import EngineFailed
 from tests.deployments.http.clients.scripted import RAW_TEXT
 from tests.e2e.clients.questions import (
     CAPITAL,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.protocol import OrchardError, Overloaded, QueueTimeout, Unavailable
+from engine.errors import OrchardError, Overloaded, QueueTimeout, Unavailable
 from tests.e2e.clients.questions import CAPITAL, CAPITAL_QUESTION, MODEL
 
 SDKS = ("openai", "anthropic")

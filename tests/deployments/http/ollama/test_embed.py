@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from deployments.http.context import IGNORED_HEADER
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 
 
 def test_texts_have_one_embedding_each(ask, backend):

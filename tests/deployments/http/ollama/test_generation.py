@@ -10,13 +10,7 @@ from deployments.http.context import IGNORED_HEADER
 from deployments.http.figures import KeyUsage
 from deployments.http.generation import TextDelta
 from deployments.requests import Route
-from engine.protocol import (
-    ContextLengthExceeded,
-    EngineFailed,
-    InvalidRequest,
-    Overloaded,
-    Unavailable,
-)
+from engine.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, Overloaded, Unavailable
 from tests.deployments.http.ollama.conftest import HI, lines
 
 PATHS = pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])

@@ -8,7 +8,8 @@ import pytest
 from deployments.http.errors import ModelNotFound
 from deployments.http.parsed_request import ReadingRules
 from deployments.requests import Thinking
-from engine.protocol import GrammarSpec, InvalidRequest
+from engine.errors import InvalidRequest
+from engine.protocol import GrammarSpec
 from tests.deployments.http.ollama.conftest import HI, asked, parsed_chat, parsed_prompt
 
 

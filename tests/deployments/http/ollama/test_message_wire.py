@@ -6,8 +6,8 @@ import pytest
 
 from deployments.http.parsed_request import ReadingRules
 from deployments.requests import Route
+from engine.errors import InvalidRequest
 from engine.processing.message import image_sources
-from engine.protocol import InvalidRequest
 from tests.deployments.http.ollama.conftest import HI, asked, parsed_chat, parsed_prompt
 
 

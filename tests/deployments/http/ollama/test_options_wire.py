@@ -6,7 +6,7 @@ import pytest
 
 from deployments.http.ollama.options_wire import WITHOUT_EFFECT
 from deployments.http.parsed_request import ReadingRules
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 from tests.deployments.http.ollama.conftest import asked, parsed_chat, parsed_prompt
 
 

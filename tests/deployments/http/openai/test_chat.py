@@ -7,7 +7,8 @@ import pytest
 
 from deployments.http.generation import TextDelta, ToolCall
 from deployments.requests import Route, Thinking, Tool, ToolChoice
-from engine.protocol import EngineFailed, GrammarSpec
+from engine.errors import EngineFailed
+from engine.protocol import GrammarSpec
 from tests.deployments.http.conftest import assert_refused, parts_of
 
 USER = {"role": "user", "content": "Hi"}

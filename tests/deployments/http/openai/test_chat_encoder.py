@@ -10,7 +10,7 @@ import pytest
 
 from deployments.http.generation import TextDelta, TextLogprobs
 from deployments.requests import SpecPrefillReport
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 
 HELLO = (TextLogprobs(b"Hel", -0.5, ((b"Hel", -0.5), (b"\xf0\x9f", -2.0))), TextLogprobs(b"lo", -0.25))
 TWO = [

@@ -15,7 +15,8 @@ from deployments.http.openai.chat_wire import (
     request_fields,
 )
 from deployments.http.openai.message_wire import MAX_PARTS, MAX_TOOL_CALLS
-from engine.protocol import GrammarSpec, InvalidRequest
+from engine.errors import InvalidRequest
+from engine.protocol import GrammarSpec
 from tests.deployments.http.conftest import assert_refused
 
 SCHEMA = {"type": "object", "properties": {"z": {"type": "string"}, "a": {"const": "é"}}, "required": ["z", "a"]}

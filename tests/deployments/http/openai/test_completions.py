@@ -12,7 +12,7 @@ import pytest
 from deployments.http.generation import PromptLogprobs, TextDelta, TextLogprobs
 from deployments.http.openai.completions_encoder import LogprobsEncoder, token_name
 from deployments.requests import Route
-from engine.protocol import EngineFailed, InvalidRequest, Overloaded
+from engine.errors import EngineFailed, InvalidRequest, Overloaded
 from tests.deployments.http.conftest import assert_refused
 
 PATH = "/v1/completions"

@@ -15,7 +15,7 @@ import pytest
 from deployments.dispatch.embedding import embed_all
 from deployments.http.openai.embeddings import embeddings_body
 from deployments.requests import ChatRequest, Embeddings, EmbedRequest
-from engine.protocol import EngineFailed, InvalidRequest
+from engine.errors import EngineFailed, InvalidRequest
 from tests.deployments.http.conftest import assert_refused
 
 

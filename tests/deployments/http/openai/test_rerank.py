@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.protocol import EngineFailed, InvalidRequest
+from engine.errors import EngineFailed, InvalidRequest
 from tests.deployments.http.conftest import assert_refused
 
 PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")

@@ -8,7 +8,8 @@ from deployments.http.errors import ModelNotFound
 from deployments.http.parsed_request import ReadingRules
 from deployments.http.request_reader import read_request
 from deployments.requests import Thinking, ToolChoice
-from engine.protocol import GrammarSpec, InvalidRequest
+from engine.errors import InvalidRequest
+from engine.protocol import GrammarSpec
 from tests.deployments.http.responses.conftest import RULES, parse
 
 SCHEMA = {"type": "object", "properties": {"z": {"type": "string"}, "a": {"const": "é"}}}

@@ -17,7 +17,7 @@ from deployments.http.errors import Failure
 from deployments.http.generation import TextDelta, ToolCall
 from deployments.http.responses.encoder import ResponsesEncoder
 from deployments.http.responses.sealed import Unsealer
-from engine.protocol import ContextLengthExceeded, EngineFailed, Overloaded
+from engine.errors import ContextLengthExceeded, EngineFailed, Overloaded
 from tests.deployments.http.conftest import FakeGeneration, parts_of
 from tests.deployments.http.responses.conftest import events_of, parse
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from deployments.http.parsed_request import ReadingRules
 from deployments.http.responses.sealed import MAX_SEALED_BYTES, seal
 from deployments.requests import Route
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 from tests.deployments.http.responses.conftest import messages_for, parse
 
 USER = {"role": "user", "content": "Hi"}

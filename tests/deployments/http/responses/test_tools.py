@@ -3,7 +3,7 @@
 import pytest
 
 from deployments.requests import Tool, ToolChoice
-from engine.protocol import InvalidRequest
+from engine.errors import InvalidRequest
 from tests.deployments.http.responses.conftest import parse
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -14,7 +14,8 @@ from engine.config import EngineConfig
 from engine.core.memory.budget import OBSERVATIONS, MemoryBudget, make_memory_budget
 from engine.core.memory.costs import MemoryCosts
 from engine.core.row import Row
-from engine.protocol import EngineFailed, EngineRequest, MemoryExceeded, SamplingParams
+from engine.errors import EngineFailed, MemoryExceeded
+from engine.protocol import EngineRequest, SamplingParams
 from tests.engine.core.rows import EvictableBytes
 from tests.support.clock import Clock
 from tests.support.driver import Driver

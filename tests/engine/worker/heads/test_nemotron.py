@@ -12,7 +12,7 @@ import pytest
 from mlx_vlm.speculative.drafters.nemotron_h_mtp.split import NemotronHMTPSplitter
 
 from engine.config import EngineConfig
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 from engine.worker import loader
 from tests.support.families import FAMILIES
 from tests.support.heads import write_head

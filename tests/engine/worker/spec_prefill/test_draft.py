@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.config import SpecPrefillConfig
-from engine.protocol import EngineFailed
+from engine.errors import EngineFailed
 from engine.worker.kv_cache import num_bytes
 from engine.worker.spec_prefill import attention, draft
 from engine.worker.spec_prefill.draft import Draft, draft_engine_config

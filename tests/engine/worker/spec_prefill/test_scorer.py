@@ -14,8 +14,9 @@ import pytest
 
 from engine.config import EngineConfig, SpecPrefillConfig
 from engine.core.spec_prefill.plan import ScoreRequest, make_plan
+from engine.errors import EngineFailed, InvalidRequest
 from engine.processing.checkpoint import draft_of
-from engine.protocol import Boundary, EngineFailed, InvalidRequest
+from engine.protocol import Boundary
 from engine.worker import memory
 from engine.worker.spec_prefill import reuse, scorer
 from engine.worker.spec_prefill.draft import Draft
