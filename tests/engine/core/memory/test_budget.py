@@ -1,7 +1,7 @@
 """MemoryBudget: reservations, releases and preemption for memory."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from engine.config import EngineConfig
 from engine.core.memory.budget import OBSERVATIONS, MemoryBudget, make_memory_budget
 from engine.core.memory.costs import MemoryCosts
 from engine.core.row import Row
+from engine.core.runner import PrefillOutput
 from engine.errors import EngineFailed, MemoryExceeded
 from engine.protocol import EngineRequest, SamplingParams
 from tests.engine.core.rows import EvictableBytes
@@ -161,6 +162,22 @@ def test_memory_that_the_device_frees_late_is_not_unaccounted():
     assert books.num_underestimates == 0
     books.observe(10_000 + 400)
     assert books.unaccounted_bytes == 300 and books.num_underestimates == 1
+
+
+def test_a_chunk_whose_results_are_freed_late_is_still_in_the_books_of_the_next_step():
+    late = driver(100_000, replace(COSTS, layer_share=0.0), prefill_chunk_tokens=64)
+    prefill, budget = late.core.runner.prefill, late.core.budget
+
+    def leave_results(rows: Sequence[Row], max_tokens: int) -> PrefillOutput:
+        late.core.runner.active_bytes = budget.needs.limit_bytes - budget.free_bytes  # type: ignore[misc]
+        return prefill(rows, max_tokens)
+
+    late.core.runner.prefill = leave_results  # type: ignore[method-assign]
+    late.core.add_request(request("r", num_prompt=1200, max_tokens=1))
+    while late.core.has_work:
+        late.core.step()
+    assert late.core.stats.num_steps > OBSERVATIONS
+    assert budget.num_underestimates == 0
 
 
 def test_buffers_of_a_decode_group_may_exceed_its_arrays_without_being_unaccounted():
