@@ -1,10 +1,13 @@
 """copy_model: copies a model from the head to the place where this machine looks for it.
 
 What is on its way lies in a hidden folder, which the same command continues. The files take their places when all of
-them are whole, config.json last, so that no other program finds half a model.
+them are whole, config.json last, so that no other program finds half a model. What is left of a copy of other weights
+for the same place is deleted then.
 """
 
+import glob
 import os
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -14,6 +17,9 @@ from deployments.cluster.facts import Checkpoint, read_checkpoint
 from deployments.cluster.join_client import HeadClient
 from deployments.cluster.model_files import PIECE_BYTES, ModelFile, ModelFiles
 from engine.smollm2 import SMOLLM2, smollm2_directory
+
+DIGITS = 12
+"""Digits of a fingerprint in the name of the folder of what is on its way."""
 
 
 class CannotCopy(Exception):
@@ -44,16 +50,19 @@ def copy_model(head: HeadClient, wanted: Checkpoint, on_bytes: Callable[[int], N
     found = head.model_files(wanted)
     place = _place(wanted, found)
     repository = place.parent.parent if found.is_repository else place.parent
-    arriving = repository / f".{place.name}.{wanted.fingerprint[:12]}.incomplete"
+    arriving = repository / f".{place.name}.{wanted.fingerprint[:DIGITS]}.incomplete"
     try:
         for file in found.files:
             _copy_file(head, wanted, file, arriving / _safe(file.name), on_bytes)
+        (place / "config.json").unlink(missing_ok=True)  # that of an older model
         for file in sorted(found.files, key=lambda one: one.name == "config.json"):
             (place / file.name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(arriving / file.name, place / file.name)
         for folder in sorted((path for path in arriving.rglob("*") if path.is_dir()), reverse=True):
             folder.rmdir()
         arriving.rmdir()
+        for given_up in repository.glob(f".{glob.escape(place.name)}.{'?' * DIGITS}.incomplete"):
+            shutil.rmtree(given_up)
         name = wanted.revision or "main"
         if found.is_repository and name != place.name:
             (repository / "refs" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -199,6 +199,40 @@ def test_a_copy_that_was_interrupted_goes_on_and_is_no_model_meanwhile(homes, he
     assert read_checkpoint(REPOSITORY, None) == wanted
 
 
+def test_what_is_left_of_a_copy_of_other_weights_for_the_same_place_is_deleted(homes, head_of):
+    head = head_of([("~/models/mine", None)])
+    write_model(head.home / "models" / "mine")
+    wanted = read_checkpoint("~/models/mine", None)
+    models = homes.enter("member") / "models"
+    other = ".mine.2.0123456789ab.incomplete"
+    for name in (".mine.0123456789ab.incomplete", other):
+        (models / name / "1_Pooling").mkdir(parents=True)
+        (models / name / "model.safetensors").write_bytes(b"half")
+    copy_model(head.client, wanted, lambda num_bytes: None)
+    assert {path.name for path in models.iterdir()} == {"mine", other}, "that of another model stays"
+
+
+def test_an_older_config_never_lies_beside_new_weights(homes, head_of, monkeypatch):
+    head = head_of([("~/models/mine", None)])
+    write_model(head.home / "models" / "mine")
+    wanted = read_checkpoint("~/models/mine", None)
+    place = homes.enter("member") / "models" / "mine"
+    place.mkdir(parents=True)
+    (place / "config.json").write_text('{"model_type": "older"}')
+    moved: list[str] = []
+    replace_file = os.replace
+
+    def look(source: Path, target: Path) -> None:
+        if Path(target).parent == place:
+            assert not (place / "config.json").exists()
+            moved.append(Path(target).name)
+        replace_file(source, target)
+
+    monkeypatch.setattr(os, "replace", look)
+    copy_model(head.client, wanted, lambda num_bytes: None)
+    assert moved[-1] == "config.json" and len(moved) == len(OWN) - 1
+
+
 def test_a_file_that_changes_on_the_head_meanwhile_ends_the_copy(homes, head_of):
     head = head_of([(REPOSITORY, None)])
     there = repository_on(head)
