@@ -66,7 +66,7 @@ class GrammarCompilers:
         model_dir = resolve_checkpoint(self._config.model, self._config.revision, weights=False)
         # A key of Orchard's own: a model as small as the demo never ends a free string or array.
         free = read_optional_json(model_dir / "generation_config.json").get("free_limits")
-        limits = None if free is None else FreeLimits(**free)
+        limits = None if free is None else FreeLimits.of(free)
         return GrammarCompiler(model_dir, vocab_size, stop_token_ids, self._config.grammar, limits)
 
 

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
@@ -21,6 +21,7 @@ from urllib.parse import unquote
 
 from llguidance import LLMatcher, LLParserLimits
 
+from engine.errors import EngineFailed
 from engine.processing.grammar_build import byte_tokenizer
 from engine.processing.schema_branches import overlapping
 
@@ -146,6 +147,22 @@ class FreeLimits:
 
     max_characters: int
     max_items: int
+
+    @classmethod
+    def of(cls, value: Any) -> "FreeLimits":
+        """Return the limits as a model's generation_config.json has them.
+
+        Raises:
+            EngineFailed: They are not two positive integers.
+        """
+        names = [field.name for field in fields(cls)]
+        is_complete = isinstance(value, dict) and sorted(value) == names
+        if not is_complete or not all(type(number) is int and number > 0 for number in value.values()):
+            raise EngineFailed(
+                f"`free_limits` of generation_config.json is {json.dumps(value)[:200]}: it must be an object "
+                f"with the positive integers {' and '.join(names)}, and nothing else"
+            )
+        return cls(**value)
 
     def apply(self, schema: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of a strict schema with these limits, except where another schema limits the same value."""

@@ -6,8 +6,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from engine.errors import InvalidRequest
-from engine.processing.json_schema import lenient_schema, strict_schema
+from engine.errors import EngineFailed, InvalidRequest
+from engine.processing.json_schema import FreeLimits, lenient_schema, strict_schema
 from tests.engine.processing.walks import accepts, compiled, json_schema
 
 OBJECT = {"type": "object"}
@@ -220,3 +220,27 @@ def test_references_are_dropped_when_the_lenient_form_drops_their_target() -> No
         {"items": [{"type": "null"}], "additionalProperties": {}},
         ["$.prefixItems", "$.not", "$.additionalProperties.$ref"],
     )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        5,
+        [],
+        {},
+        {"max_characters": 40},
+        {"max_characters": 40, "max_items": 0},
+        {"max_characters": 40, "max_items": True},
+        {"max_characters": "40", "max_items": 3},
+        {"max_characters": 40, "max_items": 3, "max_depth": 2},
+    ],
+)
+def test_limits_of_a_model_that_are_not_two_positive_integers_are_named(value: Any):
+    with pytest.raises(EngineFailed) as failed:
+        FreeLimits.of(value)
+    assert json.dumps(value) in str(failed.value)
+    assert "positive integers max_characters and max_items" in str(failed.value)
+
+
+def test_limits_of_a_model_are_read():
+    assert FreeLimits.of({"max_items": 3, "max_characters": 40}) == FreeLimits(40, 3)
