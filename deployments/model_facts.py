@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.http.model_facts import ModelFacts
+from engine.processing.checkpoint import num_parameters
 from engine.processing.fingerprint import checkpoint_fingerprint
 from engine.processing.tokenizer import ChatTokenizer
 
@@ -45,6 +46,7 @@ def read_model_facts(
         has_thinking=tokenizer.reasoning is not None,
         quantization=_quantization(config, text),
         num_bytes=sum(file.stat().st_size for file in model_dir.glob("*.safetensors") if file.exists()),
+        num_parameters=num_parameters(model_dir, config),
         digest=sha256(checkpoint_fingerprint(model_dir).encode()).hexdigest(),
         sizes={name: text[key] for name, key in SIZES.items() if isinstance(text.get(key), int)},
     )

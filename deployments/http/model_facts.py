@@ -26,3 +26,5 @@ class ModelFacts:
     """Sizes of the network: embedding_length, block_count, attention.head_count, attention.head_count_kv."""
     is_reranker: bool = False
     """Whether it gives scores and generates no text."""
+    num_parameters: int = 0
+    """Weights of the network; 0 if this node has no files, as before a quantization."""

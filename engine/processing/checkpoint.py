@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import struct
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
@@ -252,12 +253,38 @@ def check_weights(model_dir: Path) -> None:
 
 def has_output_layer(model_dir: Path) -> bool:
     """Return whether the weights of a local checkpoint have a tensor of the output layer, by the files' headers."""
+    return any("lm_head." in name for header in _headers(model_dir) for name in header)
+
+
+def num_parameters(model_dir: Path, config: dict[str, Any]) -> int:
+    """Return the number of weights of a local checkpoint, by the files' headers, as before a quantization.
+
+    Args:
+        model_dir: The checkpoint; without weights the number is 0.
+        config: Its config.json, whose `quantization` has the bits of all modules and those of some.
+    """
+    tensors = {name: one for header in _headers(model_dir) for name, one in header.items() if name != "__metadata__"}
+    found = config.get("quantization")
+    quantization = found if isinstance(found, dict) else {}
+    total = 0
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        is_quantized = f"{module}.scales" in tensors and tensors.get(f"{module}.weight", {}).get("dtype") == "U32"
+        if is_quantized and kind in ("scales", "biases"):
+            continue
+        own = quantization.get(module)
+        bits = (own if isinstance(own, dict) else quantization).get("bits")
+        packed_bits = bits if is_quantized and kind == "weight" and isinstance(bits, int) and bits > 0 else 32
+        total += math.prod(tensor["shape"]) * 32 // packed_bits
+    return total
+
+
+def _headers(model_dir: Path) -> Iterator[dict[str, Any]]:
+    """Yield the header of each file of weights: tensors by name, and `__metadata__`."""
     for path in sorted(model_dir.glob("*.safetensors")):
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            if any("lm_head." in name for name in json.loads(file.read(length))):
-                return True
-    return False
+            yield json.loads(file.read(length))
 
 
 def _check_safetensors(path: Path) -> None:

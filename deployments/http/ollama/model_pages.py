@@ -109,7 +109,7 @@ class ModelPages:
             "format": "safetensors",
             "family": facts.family,
             "families": [facts.family],
-            "parameter_size": "",
+            "parameter_size": _written_number(facts.num_parameters),
             "quantization_level": facts.quantization,
         }
 
@@ -133,6 +133,7 @@ class ModelPages:
             "model_info": {
                 "general.architecture": facts.family,
                 "general.basename": backend.model_name,
+                **({"general.parameter_count": facts.num_parameters} if facts.num_parameters else {}),
                 **{f"{facts.family}.{name}": size for name, size in sizes.items()},
             },
             "capabilities": self._capabilities(),
@@ -142,3 +143,11 @@ class ModelPages:
 
 def _written(seconds: float) -> str:
     return datetime.fromtimestamp(int(seconds), UTC).isoformat().replace("+00:00", "Z")
+
+
+def _written_number(number: int) -> str:
+    """Return a number of weights as Ollama writes it, such as 8.2B or 134.52M; '' for 0."""
+    for unit, letter, digits in ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 0)):
+        if number >= unit:
+            return f"{number / unit:.{0 if number % unit == 0 else digits}f}{letter}"
+    return str(number or "")

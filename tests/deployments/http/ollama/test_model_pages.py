@@ -72,6 +72,27 @@ def test_show_describes_the_model(ask, app):
     assert found["parameters"] == "temperature 0.7\ntop_p 0.8"
 
 
+@pytest.mark.parametrize(
+    ("number", "written"),
+    [
+        (0, ""),
+        (999, "999"),
+        (12_345, "12K"),
+        (134_515_008, "134.52M"),
+        (10_000_000, "10M"),
+        (8_190_735_360, "8.2B"),
+        (7 * 10**9, "7B"),
+    ],
+)
+def test_a_number_of_parameters_is_written_as_ollama_does(backend, send, ask, number: int, written: str):
+    model = ModelDefaults(frozenset(), 0.7, 0.8, replace(FACTS, num_parameters=number))
+    app = create_app(backend, HttpConfig(), frozenset(), model=model)
+    [listed] = send("GET", "/api/tags", app=app).json()["models"]
+    shown = ask("/api/show", app=app).json()
+    assert listed["details"]["parameter_size"] == shown["details"]["parameter_size"] == written
+    assert shown["model_info"].get("general.parameter_count", 0) == number
+
+
 def test_older_clients_show_a_name(send, app):
     assert send("POST", "/api/show", app=app, json={"name": "org/demo"}).status_code == 200
     assert "`model` is required" in send("POST", "/api/show", app=app, json={}).json()["error"]
