@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.http.model_facts import ModelFacts
+from engine.errors import EngineFailed
 from engine.processing.checkpoint import num_parameters
 from engine.processing.fingerprint import checkpoint_fingerprint
 from engine.processing.tokenizer import ChatTokenizer
@@ -46,10 +47,18 @@ def read_model_facts(
         has_thinking=tokenizer.reasoning is not None,
         quantization=_quantization(config, text),
         num_bytes=sum(file.stat().st_size for file in model_dir.glob("*.safetensors") if file.exists()),
-        num_parameters=num_parameters(model_dir, config),
+        num_parameters=_num_parameters(model_dir, config),
         digest=sha256(checkpoint_fingerprint(model_dir).encode()).hexdigest(),
         sizes={name: text[key] for name, key in SIZES.items() if isinstance(text.get(key), int)},
     )
+
+
+def _num_parameters(model_dir: Path, config: dict[str, Any]) -> int:
+    """Return the number of weights; 0 if a file cannot be read, which the engine names when it starts."""
+    try:
+        return num_parameters(model_dir, config)
+    except EngineFailed:
+        return 0
 
 
 def _quantization(config: dict[str, Any], text: dict[str, Any]) -> str:

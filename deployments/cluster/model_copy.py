@@ -62,7 +62,7 @@ def copy_model(head: HeadClient, wanted: Checkpoint, on_bytes: Callable[[int], N
             folder.rmdir()
         arriving.rmdir()
         for given_up in repository.glob(f".{glob.escape(place.name)}.{'?' * DIGITS}.incomplete"):
-            shutil.rmtree(given_up)
+            shutil.rmtree(given_up, ignore_errors=True)
         name = wanted.revision or "main"
         if found.is_repository and name != place.name:
             (repository / "refs" / name).parent.mkdir(parents=True, exist_ok=True)

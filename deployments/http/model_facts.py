@@ -27,4 +27,4 @@ class ModelFacts:
     is_reranker: bool = False
     """Whether it gives scores and generates no text."""
     num_parameters: int = 0
-    """Weights of the network; 0 if this node has no files, as before a quantization."""
+    """Weights, counted as before a quantization; 0 if their files are not on this node, or cannot be read."""

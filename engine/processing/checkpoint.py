@@ -262,21 +262,31 @@ def num_parameters(model_dir: Path, config: dict[str, Any]) -> int:
     Args:
         model_dir: The checkpoint; without weights the number is 0.
         config: Its config.json, whose `quantization` has the bits of all modules and those of some.
+
+    Raises:
+        EngineFailed: A header cannot be read.
     """
-    tensors = {name: one for header in _headers(model_dir) for name, one in header.items() if name != "__metadata__"}
     found = config.get("quantization")
     quantization = found if isinstance(found, dict) else {}
-    total = 0
-    for name, tensor in tensors.items():
-        module, _, kind = name.rpartition(".")
-        is_quantized = f"{module}.scales" in tensors and tensors.get(f"{module}.weight", {}).get("dtype") == "U32"
-        if is_quantized and kind in ("scales", "biases"):
-            continue
-        own = quantization.get(module)
-        bits = (own if isinstance(own, dict) else quantization).get("bits")
-        packed_bits = bits if is_quantized and kind == "weight" and isinstance(bits, int) and bits > 0 else 32
-        total += math.prod(tensor["shape"]) * 32 // packed_bits
-    return total
+    try:
+        headers = [header.items() for header in _headers(model_dir)]
+        tensors = {name: one for header in headers for name, one in header if name != "__metadata__"}
+        return sum(_num_weights(name, tensors, quantization) for name in tensors)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise EngineFailed(f"{model_dir}: a header of the weights cannot be read ({error!r})") from None
+
+
+def _num_weights(name: str, tensors: dict[str, dict[str, Any]], quantization: dict[str, Any]) -> int:
+    """Return the number of weights in a tensor; of scales and biases of quantized weights 0."""
+    module, _, kind = name.rpartition(".")
+    num, is_quantized = math.prod(tensors[name]["shape"]), f"{module}.scales" in tensors
+    if not is_quantized or tensors.get(f"{module}.weight", {}).get("dtype") != "U32" or kind == "bias":
+        return num
+    if kind != "weight":
+        return 0
+    own = quantization.get(module)
+    bits = (own if isinstance(own, dict) else quantization).get("bits")
+    return num * 32 // bits if isinstance(bits, int) and bits > 0 else num
 
 
 def _headers(model_dir: Path) -> Iterator[dict[str, Any]]:

@@ -33,3 +33,13 @@ def test_quantization_and_sizes_come_from_the_configuration(tmp_path: Path, conf
     (tmp_path / "config.json").write_text(json.dumps(config))
     facts = read_model_facts(tmp_path, config, ChatTokenizer(DEMO), is_embedding_model=True)
     assert (facts.quantization, facts.family, facts.num_bytes, facts.sizes) == (quantization, "unknown", 0, {})
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"torn", (9).to_bytes(8, "little") + b"no JSON {", (2).to_bytes(8, "little") + b"[]"]
+)
+def test_weights_that_cannot_be_read_are_left_to_the_engine(tmp_path: Path, content: bytes):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(content)
+    facts = read_model_facts(tmp_path, {}, ChatTokenizer(DEMO), is_embedding_model=False)
+    assert (facts.num_parameters, facts.num_bytes) == (0, len(content))
