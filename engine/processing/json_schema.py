@@ -156,7 +156,7 @@ class FreeLimits:
             EngineFailed: They are not two positive integers.
         """
         names = [field.name for field in fields(cls)]
-        is_complete = isinstance(value, dict) and sorted(value) == names
+        is_complete = isinstance(value, dict) and value.keys() == set(names)
         if not is_complete or not all(type(number) is int and number > 0 for number in value.values()):
             raise EngineFailed(
                 f"`free_limits` of generation_config.json is {json.dumps(value)[:200]}: it must be an object "

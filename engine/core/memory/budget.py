@@ -37,8 +37,8 @@ MIN_ROW_TOKENS = 16
 """The engine refuses to start if its memory does not hold one row of this many tokens."""
 
 OBSERVATIONS = 4
-"""Steps in a row that must find memory which no reservation explains before it counts as used. On an H200 up to 2.2 GB
-of a chunk's intermediate results were freed late, and 0.1 GB three steps behind a prompt of 8,204 tokens."""
+"""Steps in a row that must find memory which no reservation explains before it counts as used. On an H200 there
+were up to 2.2 GB right behind a chunk, and 0.1 GB for three steps behind a prompt of 8,204 tokens, gone soon after."""
 
 
 @dataclass(frozen=True)
@@ -278,8 +278,8 @@ class MemoryBudget:
     def observe(self, active_bytes: int) -> None:
         """Update unaccounted_bytes from the device memory in use between two steps, of which one may be in flight.
 
-        The reservation of the last chunk must still be there: its intermediate results are freed after it was waited
-        for, by a thread of MLX.
+        The reservation of the last chunk must still be there: some of its intermediate results may be in use for some
+        milliseconds after it was waited for.
         """
         known = self.needs.limit_bytes - self.free_bytes - self.unaccounted_bytes
         self._unexplained.append(max(0, active_bytes - known))
