@@ -128,8 +128,8 @@ class ModelReplica:
         return {"node_id": node_id(), ENGINE_ID: self._engine_id, "figures": self._engine.figures()}
 
     async def timelines(self, request_id: str) -> tuple[RowTimeline, ...]:
-        """Return the timelines of a request's choices that have ended lately, see AsyncEngine.timelines."""
-        return self._engine.timelines(request_id)
+        """Return the timelines of a request's choices that have ended lately, see EndedRows."""
+        return self._engine.ended.of_request(request_id)
 
     async def cached_prefix(self, request: EngineRequest) -> CachedPrefix:
         """Look up the cached prefix of a prompt, see AsyncEngine.cached_prefix. Raises EngineFailed if not ready."""

@@ -1,12 +1,9 @@
 """The engine's asyncio interface: takes requests, returns one stream of token chunks per request."""
 
 import asyncio
-import itertools
 import logging
 import time
-from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -18,10 +15,12 @@ from engine.core.quoting.quoter import ESTIMATE_MARGIN
 from engine.core.request_check import check_request
 from engine.core.runner import ModelRunner
 from engine.core.scheduler_output import Published
-from engine.errors import EngineFailed, InvalidRequest, Overloaded, QueueTimeout, Unavailable
+from engine.ended_rows import EndedRows
+from engine.errors import EngineFailed, QueueTimeout, Unavailable
 from engine.figures import EngineFigures
 from engine.grammar_compilers import GrammarCompilers
 from engine.host_memory import total_bytes
+from engine.open_requests import OpenRequests, request_id_of
 from engine.pinned_prompts import PinnedPrompts
 from engine.placement import Question, Quote, Refusal
 from engine.protocol import HEARTBEAT, CachedPrefix, EngineRequest, FinishReason, TokenChunk
@@ -29,8 +28,6 @@ from engine.snapshot_store.exchange import Sharing, SnapshotExchange
 from engine.snapshot_store.files import SnapshotFiles, SnapshotLost
 from engine.status import CacheCleared, CacheStatus, EngineStatus, FetchStatus
 from engine.take_over import SnapshotTakeOver
-from engine.timeline import RowTimeline
-from engine.token_stream import TokenStream
 from engine.watchdog import Watchdog
 from engine.worker.model_runner import load_runner
 
@@ -39,12 +36,6 @@ log = logging.getLogger("orchard.engine")
 CLEAR_TIMEOUT_S = 30.0
 HUNG_JOIN_S = 1.0
 """How long shutdown waits for a device thread that hangs."""
-
-MAX_UNREAD = 4096
-"""Choices that have ended whose timelines wait for `take_ended`; the oldest are left out."""
-
-MAX_TIMELINES = 1000
-"""Choices whose timelines `timelines` finds."""
 
 MESSAGE_S = 1e-3
 """Shortest time between two chunks of a request, per row that decodes: the processes between engine and client take up
@@ -73,6 +64,7 @@ class AsyncEngine:
             tier; None: they are not.
 
     Attributes:
+        ended: Timelines of the choices that have ended.
         take_over: Gives snapshots to other nodes, and takes theirs over, before a prompt asks for them.
     """
 
@@ -81,15 +73,8 @@ class AsyncEngine:
         self._make_runner = make_runner
         self._sharing = None if config.prefix_cache.fetch == "off" else sharing
         self._exchange: SnapshotExchange | None = None
-        self._streams: dict[str, TokenStream] = {}
-        self._pixel_bytes: dict[str, int] = {}  # bytes of each stream's images, kept in case its rows are preempted
-        self._keys: dict[str, str] = {}  # request id -> unique key of its stream: an id may be reused while the
-        self._serial = itertools.count()  # last tokens of its earlier request are still in flight
-        self._timelines: OrderedDict[str, RowTimeline] = OrderedDict()  # of the last rows that ended, by row id
-        self._unread: deque[RowTimeline] = deque(maxlen=MAX_UNREAD)
-        self._compiling = set[str]()  # keys of the streams whose requests the device thread does not have yet
-        self._no_streams = asyncio.Event()
-        self._no_streams.set()
+        self._open = OpenRequests(config)
+        self.ended = EndedRows()
         self._grammars = GrammarCompilers(config)
         self._pinned = PinnedPrompts(config, self.generate, self.cache_status)
         self._load_progress = 0.0
@@ -99,7 +84,7 @@ class AsyncEngine:
         self.take_over = SnapshotTakeOver(
             self._thread,
             exchange=lambda: self._exchange,
-            is_idle=lambda: not self._streams,
+            is_idle=lambda: not self._open.streams,
             is_leaving=lambda: self._is_draining or self._has_left,
         )
         self._thread.start()
@@ -134,13 +119,8 @@ class AsyncEngine:
         """
         arrived_s, core = time.monotonic(), self._admit(request)
         request = core.budget.needs.clamp_max_tokens(request, core.pinned_bytes)
-        key = f"{request.request_id}#{next(self._serial)}"
-        stream = self._streams[key] = TokenStream(request.num_choices, request.open_choices)
-        self._compiling.add(key)
-        self._keys[request.request_id] = key
-        self._pixel_bytes[key] = request.num_pixel_bytes
+        key, stream = self._open.open(request)
         core.quoter.bookings.sent(request.request_id, key)
-        self._no_streams.clear()
         compiling = asyncio.ensure_future(self._grammars.matchers(request, core.runner.vocab_size))
         compiling.add_done_callback(lambda task: task.cancelled() or task.exception())  # marked as retrieved
         try:
@@ -149,7 +129,7 @@ class AsyncEngine:
             matchers = compiling.result() if compiling.done() else None
             if matchers is not None and not stream.is_finished:
                 named = replace(request, request_id=key)
-                self._compiling.discard(key)
+                self._open.compiling.discard(key)
                 self._thread.submit(lambda core: core.add_request(named, matchers, arrived_s))
             num_open = len(request.open_choices)
             while num_open:
@@ -166,20 +146,16 @@ class AsyncEngine:
                     yield chunk
         finally:
             compiling.cancel()
-            self._compiling.discard(key)
             core.quoter.bookings.remove(key)
-            del self._streams[key], self._keys[request.request_id], self._pixel_bytes[key]
-            if not self._streams:
-                self._no_streams.set()
+            self._open.close(key)
             if not stream.is_finished:
                 self._thread.submit(lambda core: core.abort(key))
 
     def abort(self, request_id: str) -> bool:
         """End a request with finish_reason ABORT. Return False if it is unknown or has finished."""
-        key = self._keys.get(request_id)
-        if key is None or self._streams[key].is_finished:
+        if (key := self._open.key_of(request_id)) is None:
             return False
-        self._streams[key].end(FinishReason.ABORT)
+        self._open.streams[key].end(FinishReason.ABORT)
         self._thread.submit(lambda core: core.abort(key))
         return True
 
@@ -220,9 +196,9 @@ class AsyncEngine:
             num_running=core.scheduler.num_running,
             num_waiting=core.scheduler.num_waiting,
             max_context_tokens=core.runner.max_context_tokens,
-            memory=core.memory | {"image_pixels_bytes": sum(self._pixel_bytes.values())},
+            memory=core.memory | {"image_pixels_bytes": self._open.num_pixel_bytes},
             admission=core.admission,
-            queue=tuple(replace(one, request_id=one.request_id.rpartition("#")[0]) for one in core.queue),
+            queue=tuple(replace(one, request_id=request_id_of(one.request_id)) for one in core.queue),
             expected_wait_s=core.scheduler.expected_wait_s(),
             unavailable=self._unavailable,
             speculation=core.speculation_status,
@@ -271,21 +247,6 @@ class AsyncEngine:
             "snapshots": "" if self._exchange is None else self._exchange.address,
         }
 
-    def take_ended(self) -> list[RowTimeline]:
-        """Return the timelines of the choices that have ended since the last call, at most MAX_UNREAD."""
-        ended = list(self._unread)
-        self._unread.clear()
-        return ended
-
-    def timelines(self, request_id: str) -> tuple[RowTimeline, ...]:
-        """Return the timelines of a request's choices that ended among the last MAX_TIMELINES, by index."""
-        found = [
-            timeline
-            for row_id, timeline in self._timelines.items()
-            if row_id.rpartition("/")[0].rpartition("#")[0] == request_id
-        ]
-        return tuple(sorted(found, key=lambda timeline: timeline.index))
-
     def check_health(self) -> None:
         """Check that the engine serves or will recover by itself.
 
@@ -317,7 +278,7 @@ class AsyncEngine:
             EngineFailed: The engine is not ready.
         """
         status = await self._thread.call(lambda core: core.prefixes.status())
-        misses = [replace(miss, request_id=miss.request_id.rpartition("#")[0]) for miss in status.recent_misses]
+        misses = [replace(miss, request_id=request_id_of(miss.request_id)) for miss in status.recent_misses]
         return replace(status, recent_misses=tuple(misses), fetch=self._fetch_status())
 
     async def clear_cache(self) -> CacheCleared:
@@ -345,10 +306,10 @@ class AsyncEngine:
         self._is_draining = self._watchdog.ignores_memory = True
         try:
             async with asyncio.timeout(timeout_s):
-                await self._no_streams.wait()
+                await self._open.wait_closed()
         except TimeoutError:
             error = f"the engine is shutting down, and the answer took longer than {timeout_s:g} s"
-            for key, stream in self._streams.items():
+            for key, stream in self._open.streams.items():
                 stream.end(FinishReason.ERROR, error, retry_after.ENGINE_S)
                 self._thread.submit(lambda core, key=key: core.abort(key))
 
@@ -362,8 +323,8 @@ class AsyncEngine:
             EngineFailed: The engine is not ready, or failed.
         """
         self._has_left = True
-        for key in self._compiling:
-            self._streams[key].end(FinishReason.MOVED)
+        for key in self._open.compiling:
+            self._open.streams[key].end(FinishReason.MOVED)
         await self._thread.call(lambda core: core.move_all())
 
     @property
@@ -405,14 +366,9 @@ class AsyncEngine:
             return "context"
         if question.has_images and "image" not in core.runner.capabilities.get("media", ()):
             return "media"
-        num_open = self._num_open + core.quoter.num_booked
+        num_open = self._open.num_choices + core.quoter.num_booked
         is_full = num_open + question.num_choices > self.config.max_running + self.config.max_queue
         return "queue_full" if is_full else None
-
-    @property
-    def _num_open(self) -> int:
-        """Open choices; streams that are finished but not closed count as well."""
-        return sum(max(stream.num_open, 1) for stream in self._streams.values())
 
     def _admit(self, request: EngineRequest) -> EngineCore:
         """Return the core that will serve the request. Raises what `generate` raises."""
@@ -420,31 +376,9 @@ class AsyncEngine:
             raise Unavailable(reason, retry_after.ENGINE_S)
         core = self._thread.worker
         assert core is not None
-        if request.request_id in self._keys:
-            raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         check_request(request, self.config, core.runner)
-        num_open = self._num_open
-        limit = self.config.max_running + self.config.max_queue
-        if num_open + len(request.open_choices) > limit:
-            raise Overloaded(
-                f"{num_open} choices are open and the request has {len(request.open_choices)}; the limit is {limit} "
-                f"(max_running {self.config.max_running} + max_queue {self.config.max_queue})",
-                retry_after_s=core.scheduler.expected_wait_s() or retry_after.ENGINE_S,
-                limit="max_queue",
-            )
-        self._check_pixels(request, core)
+        self._open.check_room(request, lambda: core.scheduler.expected_wait_s() or retry_after.ENGINE_S)
         return core
-
-    def _check_pixels(self, request: EngineRequest, core: EngineCore) -> None:
-        """Raise Overloaded if the images of all open requests would exceed image_memory_mb."""
-        held, limit = sum(self._pixel_bytes.values()), self.config.image_memory_mb * 2**20
-        if held and held + request.num_pixel_bytes > limit:
-            raise Overloaded(
-                f"the images of open requests take {held} bytes and those of this request {request.num_pixel_bytes}; "
-                f"the limit is {limit} bytes (image_memory_mb)",
-                retry_after_s=core.scheduler.expected_wait_s() or retry_after.ENGINE_S,
-                limit="image_memory_mb",
-            )
 
     async def _warm_up(self) -> None:
         """Prefill the pinned prompts."""
@@ -464,7 +398,7 @@ class AsyncEngine:
             files = SnapshotFiles(disk, runner.fingerprint) if disk is not None else None
             if files is not None and self._sharing is not None:
                 port = self.config.prefix_cache.fetch_port
-                self._exchange = SnapshotExchange(files, self._sharing, port, runner.fingerprint, self._write_snapshot)
+                self._exchange = SnapshotExchange(files, self._sharing, port, runner.fingerprint, self.take_over.write)
             peers = None if self._exchange is None else self._exchange.client
             return EngineCore(self.config, runner, self._publish, files=files, peers=peers, poll=self._thread.poll)
         except BaseException:
@@ -472,24 +406,6 @@ class AsyncEngine:
                 self._exchange.close()
             runner.close()
             raise
-
-    # On the threads of the exchange.
-
-    def _write_snapshot(self, digest: str) -> "Future[bool]":
-        """Write a snapshot that may be only in memory, between two steps; see PrefixCache.write_now."""
-        done: Future[bool] = Future()
-
-        def write(core: EngineCore) -> None:
-            try:
-                done.set_result(core.prefixes.write_now(digest))
-            except Exception:  # must not end the device thread
-                log.exception("a snapshot could not be written for another node")
-                done.set_result(False)
-
-        self._thread.submit(write)
-        return done
-
-    # On the device thread.
 
     def _set_progress(self, progress: float) -> None:
         if self._load_progress == 1.0 and progress < 1.0:
@@ -505,21 +421,14 @@ class AsyncEngine:
     def _deliver(self, chunks: Published) -> None:
         for row_id, chunk in chunks.items():
             if chunk.timeline is not None:
-                self._note_ended(row_id, chunk.timeline)
-            stream = self._streams.get(row_id.rpartition("/")[0])
+                self.ended.note(row_id, chunk.timeline)
+            stream = self._open.streams.get(row_id.rpartition("/")[0])
             if stream is not None:
                 stream.put(chunk)
-
-    def _note_ended(self, row_id: str, timeline: RowTimeline) -> None:
-        self._unread.append(timeline)
-        self._timelines[row_id] = timeline
-        if len(self._timelines) > MAX_TIMELINES:
-            self._timelines.popitem(last=False)
 
     def _begin_compiling(self) -> None:
         if self._thread.state == "loading":
             self._thread.state = "compiling"
 
     def _end_streams(self, error: str) -> None:
-        for stream in self._streams.values():
-            stream.end(FinishReason.ERROR, error, retry_after.ENGINE_S)
+        self._open.end(error, retry_after.ENGINE_S)

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
@@ -84,6 +85,20 @@ class SnapshotTakeOver:
         self._num_files: Counter[str] = Counter()  # by Purpose
         self._num_bytes: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()  # by NotTaken
+
+    def write(self, digest: str) -> "Future[bool]":
+        """Write a snapshot that may be only in memory, between two steps; see PrefixCache.write_now. On any thread."""
+        done: Future[bool] = Future()
+
+        def write(core: EngineCore) -> None:
+            try:
+                done.set_result(core.prefixes.write_now(digest))
+            except Exception:  # must not end the device thread
+                log.exception("a snapshot could not be written for another node")
+                done.set_result(False)
+
+        self._thread.submit(write)
+        return done
 
     async def offered(self, max_snapshots: int, shared_only: bool = False) -> tuple[MovableSnapshot, ...]:
         """Return the snapshots that are worth most at another node, see MovableSnapshots; () if nothing is shared.

@@ -16,6 +16,7 @@ from deployments.metrics.catalog import METRICS
 from deployments.metrics.metric import Metric
 from deployments.metrics.node_figures import NodeFigures
 from deployments.metrics.text_format import common_values
+from engine.ended_rows import EndedRows
 from engine.figures import EngineFigures
 from engine.histogram import Histogram
 from engine.timeline import RowTimeline
@@ -30,7 +31,8 @@ class Mirrored(Protocol):
 
     def figures(self) -> EngineFigures: ...
 
-    def take_ended(self) -> list[RowTimeline]: ...
+    @property
+    def ended(self) -> EndedRows: ...
 
 
 class RayMirror:
@@ -105,7 +107,7 @@ async def mirror_to_ray(engine: Mirrored, mirror: RayMirror, period_s: float = P
     is_failing = False
     while True:
         try:
-            mirror.update(engine.figures(), engine.take_ended())
+            mirror.update(engine.figures(), engine.ended.take())
             is_failing = False
         except Exception:
             if not is_failing:  # said once, not as long as it lasts

@@ -128,7 +128,7 @@ def test_a_request_whose_grammar_is_being_compiled_is_moved_at_once():
 
         engine._grammars.matchers = matchers
         waiting = asyncio.create_task(collect(engine, replace(request(n=2), grammar=GrammarSpec("json_object"))))
-        await until(lambda: bool(engine._streams))
+        await until(lambda: bool(engine._open.streams))
         await engine.move_all()
         chunks = await asyncio.wait_for(waiting, 5.0)
         assert [(chunk.index, chunk.finish_reason) for chunk in chunks] == [

@@ -119,7 +119,7 @@ def test_a_compiler_that_cannot_be_made_is_an_error_for_the_request_and_tried_ag
         for _ in range(2):
             with pytest.raises(EngineFailed, match=r"there is no tokenizer.json"):
                 await collect(engine, replace(request(), grammar=JSON))
-        assert engine._streams == {} and compiler.made == 2
+        assert engine._open.streams == {} and compiler.made == 2
         assert await collect(engine, replace(request(), grammar=JSON))
 
     run(test)
@@ -144,7 +144,7 @@ def test_a_request_with_a_refused_grammar_leaves_no_state(compiler):
         compiler.gate.set()
         with pytest.raises(InvalidRequest, match="the grammar is bad"):
             await collect(engine, replace(request(), grammar=GrammarSpec("regex", "bad")))
-        assert engine._streams == engine._keys == {} and runner.calls == []
+        assert engine._open.streams == engine._open._keys == {} and runner.calls == []
         assert await collect(engine, request())
 
     run(test)
@@ -164,7 +164,7 @@ def test_a_request_cancelled_while_its_grammar_compiles_leaves_no_state(compiler
             assert engine.abort("r")
             compiler.gate.set()
             assert [chunk.finish_reason for chunk in await task] == [FinishReason.ABORT] * 2
-        assert engine._streams == engine._keys == {}
+        assert engine._open.streams == engine._open._keys == {}
         compiler.gate.set()
         await collect(engine, request("next"))
         assert not any("r#" in str(call) for call in runner.calls) and engine.status().num_aborted == 0

@@ -104,7 +104,7 @@ def test_a_failed_grammar_compile_after_heartbeats_ends_the_stream_and_leaves_no
         else:
             await asyncio.sleep(0.01)
             await stream.aclose()
-        assert not engine._streams
+        assert not engine._open.streams
 
     run(test)
 

@@ -331,7 +331,7 @@ class Bench:
                     num_before = self.faults.num_passed["submit"]
                     readers.append(Reader(self.engine, request, pauses and request is victim))
                     await until(lambda num=num_before: self.faults.num_passed["submit"] > num)
-                    await until(lambda: not self.engine._compiling)  # it is in the device thread's queue
+                    await until(lambda: not self.engine._open.compiling)  # it is in the device thread's queue
                 runs, middle, waits = readers
                 yield Scene(runs, middle, waits, gate)
         finally:

@@ -11,11 +11,11 @@ from deployments.metrics.catalog import METRICS
 from deployments.metrics.node_figures import NodeFigures
 from deployments.status.ray_mirror import RayMirror, mirror_to_ray
 from engine.async_engine import AsyncEngine
+from engine.ended_rows import EndedRows
 from engine.figures import EngineFigures
 from engine.histogram import Histogram
 from engine.protocol import EngineRequest, SamplingParams
 from engine.status import EngineStatus
-from engine.timeline import RowTimeline
 from tests.engine.test_async_engine import CountingRunner
 from tests.support.fake_runner import run_engine
 
@@ -80,10 +80,10 @@ def test_counters_gauges_and_histograms_are_those_of_the_engine():
             left: Any = engine.generate(EngineRequest(f"left{turn}", np.zeros(3, np.int32), SamplingParams(500), ()))
             await anext(left)
             await left.aclose()
-            mirror.update(engine.figures(), engine.take_ended())
+            mirror.update(engine.figures(), engine.ended.take())
         while (figures := engine.figures()).requests.finished.get("abort") != 3:
             await asyncio.sleep(0.01)
-        mirror.update(figures, engine.take_ended())
+        mirror.update(figures, engine.ended.take())
         found.append(figures)
 
     found: list[EngineFigures] = []
@@ -150,15 +150,13 @@ def test_rays_own_dashboard_finds_its_metrics():
 def test_errors_do_not_end_the_mirror(caplog: pytest.LogCaptureFixture):
     class Engine:
         num_asked = 0
+        ended = EndedRows()
 
         def figures(self) -> EngineFigures:
             self.num_asked += 1
             if self.num_asked in (2, 3):
                 raise RuntimeError("the device is away")
             return EngineFigures(status=EngineStatus(state="ready", model="x", load_progress=1.0))
-
-        def take_ended(self) -> list[RowTimeline]:
-            return []
 
     async def go() -> None:
         task = asyncio.ensure_future(mirror_to_ray(engine, RayMirror("demo", kinds=ray), period_s=0.001))
