@@ -9,7 +9,6 @@ from deployments.args import AppArgs
 from engine.config import DraftModelConfig
 from engine.errors import EngineFailed
 from engine.processing.checkpoint import (
-    check_weights,
     draft_of,
     is_local,
     media_kinds,
@@ -19,6 +18,7 @@ from engine.processing.checkpoint import (
     vocab_size,
 )
 from engine.processing.context import choose_context
+from engine.processing.weight_file import check_weights
 
 IMAGE_OPTIONS = ("vision_cache_mb", "image_memory_mb")
 """Options of the engine that have an effect only with images."""

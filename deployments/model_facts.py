@@ -6,9 +6,9 @@ from typing import Any
 
 from deployments.http.model_facts import ModelFacts
 from engine.errors import EngineFailed
-from engine.processing.checkpoint import num_parameters
 from engine.processing.fingerprint import checkpoint_fingerprint
 from engine.processing.tokenizer import ChatTokenizer
+from engine.processing.weight_file import num_parameters
 
 SIZES = {
     "embedding_length": "hidden_size",

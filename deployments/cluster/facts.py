@@ -12,8 +12,10 @@ from typing import Any
 import psutil
 
 from deployments.cluster.sources import ROOT, package_versions, sources_digest
-from engine.processing.checkpoint import checkpoint_here, fingerprint
+from engine.errors import EngineFailed
+from engine.processing.checkpoint import checkpoint_here
 from engine.processing.fingerprint import checkpoint_fingerprint
+from engine.processing.weight_file import fingerprint
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,13 @@ def read_facts(models: Iterable[tuple[str, str | None]]) -> Facts:
 
 
 def read_checkpoint(model: str, revision: str | None) -> Checkpoint:
-    """Read what identifies a model; nothing is downloaded."""
+    """Read what identifies a model; nothing is downloaded. Weights that cannot be read count as missing."""
     path = checkpoint_here(model, revision)
     weights = [] if path is None else sorted(path.glob("*.safetensors"))
     if path is None or not weights:
         return Checkpoint(model, revision, "", 0)
-    digest = fingerprint([path], checkpoint_fingerprint(path))[:32]
+    try:
+        digest = fingerprint([path], checkpoint_fingerprint(path))[:32]
+    except EngineFailed:
+        return Checkpoint(model, revision, "", 0)
     return Checkpoint(model, revision, digest, sum(file.stat().st_size for file in weights))

@@ -19,8 +19,6 @@ from engine.errors import EngineFailed
 from engine.host_memory import HostMemory
 from engine.processing.checkpoint import (
     draft_of,
-    fingerprint,
-    has_output_layer,
     images_unsupported_reason,
     media_kinds,
     read_config,
@@ -32,6 +30,7 @@ from engine.processing.context import REACH, choose_context, declared_scalings, 
 from engine.processing.pooling import EmbeddingModel
 from engine.processing.reranker import Reranker
 from engine.processing.tokenizer_match import why_different
+from engine.processing.weight_file import fingerprint, has_output_layer
 from engine.start_phase import StartPhase
 from engine.worker import cuda_kernel, mtp_loader
 from engine.worker.config_fields import check_fields

@@ -2,7 +2,7 @@ import json
 import shutil
 from pathlib import Path
 
-from deployments.cluster.facts import Facts, read_checkpoint, read_facts
+from deployments.cluster.facts import Checkpoint, Facts, read_checkpoint, read_facts
 from deployments.cluster.sources import sources_digest
 from engine.demo import DEMO_MODEL
 
@@ -26,6 +26,15 @@ def test_the_fingerprint_depends_on_weights_configuration_and_tokenizer(tmp_path
         path.write_bytes(content[:-1] + bytes((content[-1] ^ 1,)) if file.endswith("json") else flipped(content))
         assert read_checkpoint(str(tmp_path / "second"), None).fingerprint != first.fingerprint, file
         path.write_bytes(content)
+
+
+def test_weights_that_cannot_be_read_count_as_missing(tmp_path: Path):
+    """A Mac that joins copies them from the head."""
+    shutil.copytree(DEMO_MODEL, model := tmp_path / "model", ignore=shutil.ignore_patterns("draft"))
+    assert read_checkpoint(str(model), None).num_bytes > 10**6
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert read_checkpoint(str(model), None) == Checkpoint(str(model), None, "", 0)
 
 
 def flipped(content: bytes) -> bytes:

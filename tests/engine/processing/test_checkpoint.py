@@ -1,27 +1,16 @@
 """Where a model's files are (demo, directory or hub), and checkpoints that are refused before loading."""
 
 import json
-import math
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from engine.errors import EngineFailed
-from engine.processing.checkpoint import (
-    DEMO_MODEL,
-    media_kinds,
-    num_parameters,
-    read_config,
-    refuse_code,
-    resolve_checkpoint,
-)
+from engine.processing.checkpoint import DEMO_MODEL, media_kinds, read_config, refuse_code, resolve_checkpoint
 
 
 @pytest.fixture
@@ -166,28 +155,3 @@ def test_a_model_that_is_not_here_is_told_in_a_new_process():
     program = "from engine.processing.checkpoint import checkpoint_here as here; print(here('/no/such/folder', None))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
-
-
-def test_parameters_of_the_demo_are_the_numbers_of_its_file():
-    with safe_open(DEMO_MODEL / "model.safetensors", "numpy") as file:
-        expected = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    assert num_parameters(DEMO_MODEL, read_config(DEMO_MODEL)) == expected > 10**7
-
-
-@pytest.mark.parametrize(("bits", "own"), [(4, 8), (8, None), (6, 4)])
-def test_quantized_weights_count_as_before(tmp_path: Path, bits: int, own: int | None):
-    """Matrices of 64 x 128 in groups of 32, of which the second may have bits of its own; a bias, and a norm."""
-
-    def packed(bits: int) -> dict[str, np.ndarray]:
-        scales = np.zeros((64, 4), np.float16)
-        return {"weight": np.zeros((64, 128 * bits // 32), np.uint32), "scales": scales, "biases": scales}
-
-    modules = {"layers.0.up": packed(bits), "layers.0.down": packed(own or bits), "norm": {"weight": np.ones(128)}}
-    tensors = {f"{module}.{kind}": array for module, arrays in modules.items() for kind, array in arrays.items()}
-    save_file(tensors | {"layers.0.up.bias": np.zeros(64, np.float16)}, tmp_path / "model.safetensors")
-    quantization: dict[str, Any] = {"bits": bits, "group_size": 32} | ({"layers.0.down": {"bits": own}} if own else {})
-    assert num_parameters(tmp_path, {"quantization": quantization}) == 2 * 64 * 128 + 128 + 64
-
-
-def test_a_checkpoint_without_weights_has_no_parameters(tmp_path: Path):
-    assert num_parameters(tmp_path, {}) == 0
