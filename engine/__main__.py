@@ -14,8 +14,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine.async_engine import AsyncEngine
-from engine.config import EngineConfig, MediaConfig, RopeScaling
+from engine.config import EngineConfig, RopeScaling
 from engine.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, OrchardError
+from engine.media_config import MediaConfig
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.images import ImagePreprocessor
 from engine.processing.pooling import EmbeddingModel
