@@ -36,11 +36,11 @@ from deployments.prompt_scorer import SpecPrefillScorer
 from deployments.ray_internals import check_ray
 from deployments.serve_run.effective import describe_args, sparse_prefill_line
 from deployments.serve_run.environment import is_prepared, not_in_effect
-from engine.config import SpecPrefillConfig
 from engine.errors import EngineFailed
 from engine.gpus import MAX_ENGINES
 from engine.processing.checkpoint import draft_of, media_kinds, read_config, refuse_code, resolve_checkpoint
 from engine.processing.pinned import read_system
+from engine.spec_prefill_config import SpecPrefillConfig
 
 ENGINE_SHARE, SMALL_SHARE = 0.95, 0.015
 """Amounts of a node's `mlx` resource: one engine takes the first, a replica of any other deployment the second. They

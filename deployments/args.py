@@ -9,10 +9,12 @@ from deployments.http.config import HttpConfig
 from deployments.http.errors import is_tag
 from deployments.http.openai.tool_wire import Tools, check_tools
 from deployments.tracing import TracingConfig, why_not
-from engine.config import EngineConfig, Frozen, MediaConfig, SpecPrefillConfig
+from engine.config import EngineConfig, Frozen
 from engine.demo import has_tokenizer_of_demo
 from engine.errors import InvalidRequest
 from engine.gpus import MAX_ENGINES, num_engines
+from engine.media_config import MediaConfig
+from engine.spec_prefill_config import SpecPrefillConfig
 
 DRAIN_TIMEOUT_S = 25.0
 

@@ -13,9 +13,10 @@ from deployments.calls.population import CODE, own_code
 from deployments.process import node_id, replica_info
 from deployments.ray_internals import by_reference, http_request_id, listen_on_node_address
 from deployments.serve_log import join_serve_log
-from engine.config import EngineConfig, SpecPrefillConfig
+from engine.config import EngineConfig
 from engine.core.spec_prefill.plan import Scored, ScoreRequest
 from engine.errors import EngineFailed
+from engine.spec_prefill_config import SpecPrefillConfig
 
 log = logging.getLogger("ray.serve")
 

@@ -14,8 +14,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine.async_engine import AsyncEngine
-from engine.config import EngineConfig, MediaConfig, RopeScaling
+from engine.config import EngineConfig, RopeScaling
 from engine.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, OrchardError
+from engine.media_config import MediaConfig
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.images import ImagePreprocessor
 from engine.processing.pooling import EmbeddingModel
@@ -38,6 +39,17 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="'-' reads it from the standard input; default: start a chat, one line per turn, until end of input",
     )
     parser.add_argument("--image", action="append", default=[], type=Path, help="an image for the (first) prompt")
+    _add_model_options(parser)
+    _add_answer_options(parser)
+    _add_check_options(parser)
+    parser.add_argument("--verbose", action="store_true", help="log what the engine does")
+    options = parser.parse_args(argv)
+    _check_combination(parser, options)
+    _check_bounds(parser, options)
+    return options
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo", help="'demo', a local directory, or a hub repository")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "gpu"), default="auto", help="default: the GPU if there is one"
@@ -51,6 +63,9 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--rope-scaling", metavar="TYPE:FACTOR", type=_rope_scaling, help="such as yarn:4, to go beyond the context"
     )
+
+
+def _add_answer_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, help="default: the rest of the model's context")
     parser.add_argument("--temperature", type=float, help="default: the model's own; 0 is greedy")
     parser.add_argument("--top-p", type=float)
@@ -60,6 +75,9 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--stop", action="append", default=[], help="text that ends the answer")
     parser.add_argument("--system", help="system message")
     parser.add_argument("--think", action="store_true", help="enable thinking if the model supports it")
+
+
+def _add_check_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check", action="store_true", help="report whether the model can be served here, without reading its weights"
     )
@@ -86,8 +104,9 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="with --self-test: short answers, speeds mean little")
     parser.add_argument("--draft-model", help="with --check: a draft model for sparse prefill, to be compared")
-    parser.add_argument("--verbose", action="store_true", help="log what the engine does")
-    options = parser.parse_args(argv)
+
+
+def _check_combination(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.draft_model is not None and not options.check:
         parser.error("--draft-model has an effect only with --check")
     if options.engine is not None and not options.check:
@@ -98,12 +117,14 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--quick has an effect only with --self-test")
     if options.self_test and (options.check or options.prompt is not None or options.image):
         parser.error("--self-test takes no prompt, --image or --check")
+
+
+def _check_bounds(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     limits = {"max_tokens": (1, 2**31), "temperature": (0, 2), "top_p": (1e-9, 1), "top_k": (0, 2**31), "min_p": (0, 1)}
     for name, (low, high) in limits.items():
         value = getattr(options, name)
         if value is not None and not low <= value <= high:
             parser.error(f"--{name.replace('_', '-')} is {value}; it must be between {low} and {high}")
-    return options
 
 
 def _engine_config(text: str) -> EngineConfig:

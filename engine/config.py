@@ -1,4 +1,4 @@
-"""All options of the engine and of media loading: defaults, units and bounds. Unknown keys are rejected."""
+"""All options of the engine: defaults, units and bounds. Unknown keys are rejected."""
 
 from typing import Annotated, Any, Literal
 
@@ -18,9 +18,6 @@ ExpandQuantizedWeights = Literal["auto", "on", "off"]
 
 KVBits = Literal[16, 8, 4]
 """Bits per stored key and value; 16 stands for the dtype in which they are computed."""
-
-MIN_KEEP = 0.1
-"""Smallest share of a sparse prompt's scored tokens to keep."""
 
 
 def _boolean_to_on_off(value: Any) -> Any:
@@ -405,119 +402,3 @@ class EngineConfig(Frozen):
         if self.device == "cpu" and self.share_device:
             raise ValueError("device is cpu, which any number of engines may use: share_device would have no effect")
         return self
-
-
-class SpecPrefillConfig(Frozen):
-    """Options of sparse prefill.
-
-    A small draft model scores the tokens of a long prompt, and the target computes only those that are selected by
-    score.
-    """
-
-    enabled: bool = Field(default=False, description="score long prompts and prefill them sparsely")
-    draft_model: str | None = Field(
-        default=None,
-        min_length=1,
-        description="draft model with the target's tokenizer: 'demo' (the demo model's draft), a directory or a hub "
-        "repository; null: demo for the demo model; for other models none, which turns sparse prefill off",
-    )
-    draft_revision: str | None = Field(
-        default=None, description="branch, tag or commit of the draft's hub repository; null: its default branch"
-    )
-    draft_rope_scaling: RopeScaling | None = Field(
-        default=None,
-        description="engine.rope_scaling of the draft, whose context must hold the prompts that are scored; null: the "
-        "draft's own",
-    )
-    threshold_tokens: int = Field(
-        default=8192,
-        ge=1,
-        description="prompts with at least this many uncached tokens are prefilled sparsely by default",
-    )
-    keep: float = Field(
-        default=0.3, ge=MIN_KEEP, le=1.0, description="smallest share of the scored tokens that is computed"
-    )
-    chunk_size: int = Field(
-        default=2048, ge=16, description="tokens per forward of the draft; requests can be cancelled between two"
-    )
-    lookahead: int = Field(
-        default=16,
-        ge=1,
-        le=64,
-        description="answer tokens that the draft generates to see which parts of the prompt they attend to",
-    )
-    max_tokens_scored: int = Field(
-        default=196608,
-        ge=64,
-        description="longer prompts, in tokens, are prefilled densely; so are those beyond the draft's context",
-    )
-    max_running: int = Field(default=4, ge=1, le=16, description="prompts scored concurrently, chunk by chunk")
-    max_queue: int = Field(
-        default=8, ge=0, le=32, description="most queued prompts; further ones are prefilled densely"
-    )
-    deadline_s: float = Field(
-        default=30.0, gt=0, description="seconds after which a prompt not yet scored is prefilled densely"
-    )
-    device: Literal["auto", "cpu", "gpu"] = Field(
-        default="auto",
-        description="device of the draft; auto: the CPU on a node with an engine, else the GPU if MLX has one",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="dtype of the draft's weights; auto: float32 on the CPU, bfloat16 on a GPU"
-    )
-    memory_share: float | None = Field(
-        default=None,
-        gt=0,
-        le=0.9,
-        description="share of the device's memory for weights and caches; null: 0.1; required on a GPU that an "
-        "engine uses as well",
-    )
-    mlx_cache_mb: int = Field(default=512, ge=0, description="MiB of freed buffers that MLX may keep for reuse")
-
-
-class MediaConfig(Frozen):
-    """Limits on the images and videos of requests: their number, size, download and decoding."""
-
-    max_images: int = Field(default=16, ge=1, description="most images and videos in one request")
-    max_bytes: int = Field(default=20 * 2**20, ge=1024, description="largest encoded image or video in bytes")
-    max_pixels: int = Field(
-        default=40_000_000, ge=1024, description="largest decoded image or frame in pixels, width times height"
-    )
-    max_video_frames: int = Field(
-        default=64,
-        ge=2,
-        le=512,
-        description="most frames that are read of one video; of longer ones as many, further apart",
-    )
-    max_image_tokens: int | None = Field(
-        default=None,
-        ge=4,
-        description="larger images are resized to this many tokens; null: as recommended by the model's image "
-        "processor, limited so that four of the largest images fit into one request (60 MiB after resizing)",
-    )
-    decode_cpu_s: float = Field(
-        default=10.0,
-        gt=0,
-        description="CPU seconds for decoding one image or video; those that need more are rejected (400)",
-    )
-    decode_memory_mb: int = Field(
-        default=1024,
-        ge=64,
-        description="MiB of memory for decoding one image or video; those that need more are rejected (400)",
-    )
-    decode_budget_mb: int = Field(
-        default=256,
-        ge=1,
-        description="MiB of images decoded concurrently on a node, at 4 bytes per pixel; others wait",
-    )
-    fetch_timeout_s: float = Field(
-        default=10.0, gt=0, description="seconds for downloading one image or video, redirects included"
-    )
-    max_redirects: int = Field(default=3, ge=0, description="most redirects that a download follows")
-    allow_http: bool = Field(
-        default=True,
-        description="fetch http: URLs as well; false: only https:, which cannot be read or changed in transit",
-    )
-    allowed_private_hosts: tuple[str, ...] = Field(
-        default=(), description="private host names or addresses from which images may be fetched"
-    )

@@ -10,11 +10,12 @@ import numpy as np
 
 from engine import retry_after
 from engine.async_device_thread import AsyncDeviceThread, type_and_message
-from engine.config import MIN_KEEP, EngineConfig, SpecPrefillConfig
+from engine.config import EngineConfig
 from engine.core.spec_prefill.plan import Scored, ScorerCounters, ScoreRequest, ScorerStatus, make_plan
 from engine.errors import EngineFailed, InvalidRequest, OrchardError, Overloaded, ScoringTooSlow
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer_match import why_different
+from engine.spec_prefill_config import MIN_KEEP, SpecPrefillConfig
 from engine.worker.spec_prefill.draft import draft_engine_config
 from engine.worker.spec_prefill.scorer import Publish, Scorer, ScoreResult, load_scorer
 

@@ -7,8 +7,8 @@ from engine.config import EngineConfig
 from engine.core.row import Matcher
 from engine.errors import InvalidRequest
 from engine.processing.checkpoint import read_optional_json, resolve_checkpoint
+from engine.processing.free_limits import FreeLimits
 from engine.processing.grammar import GrammarCompiler
-from engine.processing.json_schema import FreeLimits
 from engine.processing.thought_matcher import ThoughtMatcher, ThoughtRules
 from engine.protocol import EngineRequest
 

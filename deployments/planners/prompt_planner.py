@@ -18,11 +18,12 @@ from engine.processing.answer_constraint import answer_constraint
 from engine.processing.checkpoint import read_config, refuse_code, resolve_checkpoint, vocab_size
 from engine.processing.context import choose_context
 from engine.processing.fingerprint import checkpoint_fingerprint
+from engine.processing.generation_defaults import GenerationDefaults
 from engine.processing.pooling import EmbeddingModel, choose_pooling, pools_prompt
 from engine.processing.prompt_length import PromptLimit
 from engine.processing.prompt_origin import prompt_origin
 from engine.processing.reranker import Reranker
-from engine.processing.tokenizer import ChatPrompt, ChatTokenizer, GenerationDefaults
+from engine.processing.tokenizer import ChatPrompt, ChatTokenizer
 from engine.processing.vision_family import ImagePlaceholder
 from engine.protocol import EngineRequest, GrammarSpec, ImagePatches, PromptOrigin, SamplingParams, ThoughtSpec
 

@@ -13,12 +13,12 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.calls.scorer_client import NoPlan, ScorerClient
 from deployments.requests import ChatRequest, SpecPrefillReport
-from engine.config import SpecPrefillConfig
 from engine.core.spec_prefill.plan import ScoreRequest, find_anchors, why_unfit
 from engine.core.spec_prefill.select import CHUNK_TOKENS
 from engine.errors import InvalidRequest
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, PrefillCost, SparsePlan
+from engine.spec_prefill_config import SpecPrefillConfig
 
 log = logging.getLogger("ray.serve")
 

@@ -34,8 +34,9 @@ Lists are written with `[]`: `engine.prefix_cache.pinned[].system` is the option
 end with the unit: `_s` is seconds, `_mb` MiB and `_gb` GiB. Unknown keys and options that have no effect are errors;
 `uv run orchard serve --check` reports them, and shows the options that differ from their defaults.
 
-This file is generated from the descriptions in `engine/config.py`, `deployments/args.py`, `deployments/http/config.py`
-and `deployments/serve_run/serve_options.py`. After a change there, run `{COMMAND} --write`.
+This file is generated from the descriptions in `engine/config.py`, `engine/media_config.py`,
+`engine/spec_prefill_config.py`, `deployments/args.py`, `deployments/http/config.py` and
+`deployments/serve_run/serve_options.py`. After a change there, run `{COMMAND} --write`.
 """
 
 KINDS = {

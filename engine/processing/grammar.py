@@ -20,8 +20,9 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from engine.config import GrammarConfig
 from engine.errors import EngineFailed, InvalidRequest, Overloaded
+from engine.processing.free_limits import FreeLimits
 from engine.processing.grammar_build import build_matcher, byte_tokenizer, first_words, limits, with_deep_stack
-from engine.processing.json_schema import FreeLimits, strict_schema, with_options
+from engine.processing.json_schema import strict_schema, with_options
 from engine.processing.schema_culprits import find_culprits
 from engine.protocol import GrammarSpec
 

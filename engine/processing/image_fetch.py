@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import httpx
 
-from engine.config import MediaConfig
 from engine.errors import InvalidRequest
+from engine.media_config import MediaConfig
 from engine.processing.byte_budget import BudgetLease
 from engine.processing.public_addresses import Resolver, is_public
 

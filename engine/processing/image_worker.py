@@ -31,7 +31,7 @@ from engine.processing.video_grid import VideoGrid
 from engine.worker_log import WorkerLog
 
 if TYPE_CHECKING:
-    from engine.config import MediaConfig
+    from engine.media_config import MediaConfig
 
 log = logging.getLogger("orchard.images")
 

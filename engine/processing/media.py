@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
-from engine.config import MediaConfig
 from engine.errors import EngineFailed, InvalidRequest
+from engine.media_config import MediaConfig
 from engine.processing.byte_budget import BudgetLease, ByteBudget
 from engine.processing.image_fetch import ImageFetcher
 from engine.processing.image_grid import ImageGrid

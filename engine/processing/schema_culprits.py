@@ -14,17 +14,9 @@ from typing import Any
 from llguidance import LLMatcher
 
 from engine.processing.grammar_build import build_matcher, byte_tokenizer
-from engine.processing.json_schema import (
-    BOUNDS,
-    OTHERS,
-    SCHEMA_LISTS,
-    SIZES,
-    children_of,
-    path_of,
-    subschemas,
-    with_options,
-)
+from engine.processing.json_schema import with_options
 from engine.processing.schema_branches import TYPES
+from engine.processing.schema_keywords import BOUNDS, OTHERS, SCHEMA_LISTS, SIZES, children_of, path_of, subschemas
 
 MAX_COMPILATIONS = 60
 MAX_COMPILED_CHARS = 1_000_000

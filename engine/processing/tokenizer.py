@@ -1,25 +1,25 @@
 """ChatTokenizer: converts conversations to token ids with the model's chat template; stop tokens and formats."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import jinja2
 import numpy as np
 from tokenizers import Tokenizer
 
 from engine.errors import EngineFailed, InvalidRequest
 from engine.processing.answer_parser import AnswerParser, AnswerRules
 from engine.processing.boundaries import Messages, RenderedPrompt, find_boundaries
+from engine.processing.chat_template import ChatTemplate
 from engine.processing.checkpoint import read_config, read_optional_json
 from engine.processing.control_tokens import ControlTokenEscaper, ControlTokens, any_of, encode_inside
-from engine.processing.conversation import DEFAULT_KWARGS, Conversation, TemplateForms, convert
+from engine.processing.conversation import Conversation, TemplateForms, convert
 from engine.processing.detokenizer import Detokenizer, TokenBytes, TokenDecoder
-from engine.processing.pooling import EmbeddingModel
+from engine.processing.generation_defaults import GenerationDefaults
 from engine.processing.prompt_length import MAX_CHARS_PER_TOKEN, PromptLimit, TokenBound, count_windows
 from engine.processing.reasoning_format import ReasoningFormat, find_reasoning_format
 from engine.processing.tool_format import ToolFormat, find_tool_format, takes_argument_texts
@@ -35,23 +35,6 @@ from engine.processing.vision_family import (
 )
 from engine.protocol import Boundary, ImagePatches
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-"""Exceptions that a template may raise for an unsupported conversation."""
-
-CONTENTS_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-"""Template of an embedding model that has none; its inputs are never rendered."""
-
 MIN_BATCH_CHARS = 2048
 """Length from which texts are encoded by a call that releases the GIL, at a cost of a few microseconds."""
 
@@ -60,17 +43,6 @@ MIN_CONTROL_STRINGS = 100_000
 
 MAX_BEGINNINGS = 8
 """Size of the cache of encoded prompt beginnings, for long system messages that do not end with a control token."""
-
-
-@dataclass(frozen=True)
-class GenerationDefaults:
-    """The checkpoint's default sampling parameters; temperature 0 is greedy."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -102,8 +74,8 @@ class ChatTokenizer:
     def __init__(self, model_dir: Path):
         config = read_config(model_dir)
         generation = read_optional_json(model_dir / "generation_config.json")
-        self._renderer = _load_renderer(model_dir)
-        self._tokenizer: Tokenizer = self._renderer.backend_tokenizer
+        self._template = ChatTemplate(model_dir)
+        self._tokenizer: Tokenizer = self._template.backend_tokenizer
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._control = ControlTokens(self._tokenizer)
@@ -116,18 +88,18 @@ class ChatTokenizer:
         self._media_markers = None if self._strings is None else self._find_markers(config, family, self._strings)
         self._media_token_ids = {config.get(key) for key in ("image_token_id", "image_token_index", "video_token_id")}
         self._encode_known = lru_cache(MAX_BEGINNINGS)(lambda pieces: np.asarray(self._encode_pieces(pieces), np.int32))
-        self.keeps_late_system = self._probe_late_system()
+        self.keeps_late_system = self._template.keeps_late_system()
         self.stop_token_ids = self._find_stop_token_ids(config, generation)
-        self.generation_defaults = _generation_defaults(generation)
-        self.reasoning: ReasoningFormat | None = find_reasoning_format(self._probe_with, self._encode_piece)
+        self.generation_defaults = GenerationDefaults.of(generation)
+        self.reasoning: ReasoningFormat | None = find_reasoning_format(self._template.probe_with, self._encode_piece)
         self._forms = TemplateForms(
-            accepts_parts=self._probe_parts(),
+            accepts_parts=self._template.accepts_parts(),
             image_in_text=None if family is None or not family.in_text or not strings else family.in_text(strings),
-            argument_texts=takes_argument_texts(self._probe_with),
+            argument_texts=takes_argument_texts(self._template.probe_with),
             thought_key=None if self.reasoning is None else self.reasoning.history_key,
         )
         self.tool_format: ToolFormat | None = find_tool_format(
-            self._probe_with, self._template_source(), self._control.special
+            self._template.probe_with, self._template.source, self._control.special
         )
 
     def placeholder(self, image: ImagePatches) -> ImagePlaceholder:
@@ -145,6 +117,11 @@ class ChatTokenizer:
                 assert self._strings is not None
                 found.append(in_frames(list(group), self._strings))
         return found
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Names in the chat template's source, see `ChatTemplate.variables`."""
+        return self._template.variables
 
     @property
     def control_ids(self) -> Mapping[str, int]:
@@ -208,7 +185,7 @@ class ChatTokenizer:
         def render(messages: Messages, add_generation_prompt: bool) -> str | None:
             if limit is not None:
                 limit.check(0)  # each rendering takes as long as the first
-            other = self._try_render(conversation.kwargs, messages, add_generation_prompt)
+            other = self._template.try_render(conversation.kwargs, messages, add_generation_prompt)
             return None if other is None else self._with_placeholders(other, placeholders)
 
         cuts = find_boundaries(conversation.messages, prompt, render)
@@ -288,10 +265,10 @@ class ChatTokenizer:
         """
         quarantine = conversation.quarantine
         if continue_final_message:
-            text = self._render_unfinished(conversation)
+            text = self._template.render_unfinished(conversation)
         else:
             how = {"add_generation_prompt": add_generation_prompt, "restore": quarantine.restore}
-            text = self._render(conversation.kwargs, conversation.messages, **how)
+            text = self._template.render(conversation.kwargs, conversation.messages, **how)
         self._check_images(conversation.num_images, text, len(placeholders))
         text = self._with_placeholders(text, placeholders)
         pieces = quarantine.split(text)
@@ -312,38 +289,6 @@ class ChatTokenizer:
             if len(piece) > MAX_CHARS_PER_TOKEN * limit.max_text_tokens:
                 for num_counted in count_windows(self._tokenizer, piece):
                     limit.check(num_counted)
-
-    def _render(
-        self,
-        kwargs: dict[str, Any],
-        messages: Messages,
-        add_generation_prompt: bool = True,
-        restore: Callable[[str], str] = str,
-    ) -> str:
-        try:
-            rendered = self._renderer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
-            )
-        except TEMPLATE_ERRORS as error:
-            reason = restore(str(error)) or type(error).__name__
-            raise InvalidRequest(f"The model's chat template rejects this conversation: {reason}", "messages") from None
-        return str(rendered)
-
-    def _render_unfinished(self, conversation: Conversation) -> str:
-        """Render the conversation up to the end of its final message's text. Raises InvalidRequest."""
-        try:
-            rendered = self._renderer.apply_chat_template(
-                conversation.messages, tokenize=False, continue_final_message=True, **conversation.kwargs
-            )
-        except TEMPLATE_ERRORS:  # transformers' message contains the whole conversation
-            raise InvalidRequest("The model's chat template cannot continue the final message", "messages") from None
-        return str(rendered)
-
-    def _try_render(self, kwargs: dict[str, Any], messages: Messages, add_generation_prompt: bool) -> str | None:
-        try:
-            return self._render(kwargs, messages, add_generation_prompt)
-        except InvalidRequest:
-            return None
 
     def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         try:
@@ -428,77 +373,22 @@ class ChatTokenizer:
         has_videos = config.get("model_type") in family.videos
         return any_of([marker, video_marker(strings)] if has_videos else [marker])
 
-    def _probe(self, messages: Messages) -> str:
-        """Render without generation prompt; return '' if the template refuses."""
-        return self._try_render(dict(DEFAULT_KWARGS), messages, False) or ""
-
-    def _probe_with(self, messages: Messages, add_generation_prompt: bool = False, **kwargs: Any) -> str | None:
-        return self._try_render({**DEFAULT_KWARGS, **kwargs}, messages, add_generation_prompt)
-
     def _encode_piece(self, text: str) -> tuple[int, ...]:
         return tuple(encode_inside(self._encode, text))
-
-    def _template_source(self) -> str:
-        template = self._renderer.chat_template
-        return template if isinstance(template, str) else str(template)
-
-    @cached_property
-    def template_variables(self) -> frozenset[str]:
-        """Names in the chat template's source: a variable that is not among them has no effect."""
-        tokens = [token[1:] for token in jinja2.Environment().lex(self._template_source())]
-        words = [token for token in tokens if token[0] != "whitespace"]
-        return frozenset(
-            text
-            for (_, before), (kind, text) in zip([("", ""), *words], words, strict=False)
-            if kind == "name" and before != "."
-        )
-
-    def _probe_parts(self) -> bool:
-        as_text = self._probe([{"role": "user", "content": "Qprobe"}])
-        return as_text == self._probe([{"role": "user", "content": [{"type": "text", "text": "Qprobe"}]}]) != ""
-
-    def _probe_late_system(self) -> bool:
-        def in_place(*roles: str) -> bool:
-            turns = [{"role": role, "content": f"Qprobe{i}"} for i, role in enumerate(roles)]
-            return re.findall(r"Qprobe\d", self._probe(turns)) == [turn["content"] for turn in turns]
-
-        return in_place("user", "assistant", "system", "user") and in_place("system", "user", "system", "user")
 
     def _find_stop_token_ids(self, config: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
         sources = [generation, config, config.get("text_config") or {}]
         ids = {id_ for source in sources for id_ in _as_ids(source.get("eos_token_id"))}
-        ids.update(_as_ids(self._renderer.eos_token_id))
+        ids.update(_as_ids(self._template.eos_token_id))
         ids.update(self._find_turn_end())
         return tuple(sorted(ids))
 
     def _find_turn_end(self) -> list[int]:
         """Return the special token that the template writes after an assistant's answer, if any."""
         turns = [{"role": "user", "content": "Qprobe"}, {"role": "assistant", "content": "Aprobe"}]
-        _, _, tail = self._probe(turns).rpartition("Aprobe")
+        _, _, tail = self._template.probe(turns).rpartition("Aprobe")
         first = self._encode(tail.lstrip())[:1]
         return [id_ for id_ in first if id_ in self._control.special_ids]
-
-
-def _load_renderer(model_dir: Path) -> "PreTrainedTokenizerFast":
-    from transformers import PreTrainedTokenizerFast  # takes a second, so only processes that render import it
-
-    # The generic class uses tokenizer.json as it is. AutoTokenizer selects a class by model type and rebuilds the
-    # normalizer and the splitting pattern, which for the demo model differ from those of its training.
-    try:
-        renderer = PreTrainedTokenizerFast.from_pretrained(str(model_dir), local_files_only=True)
-    except Exception as error:  # tokenizers raises a bare Exception for a broken file
-        raise EngineFailed(f"{model_dir}: the tokenizer cannot be loaded ({error})") from None
-    if renderer.chat_template is None:  # where older vision models have it
-        renderer.chat_template = read_optional_json(model_dir / "chat_template.json").get("chat_template")
-    try:
-        renderer.get_chat_template()
-    except ValueError:
-        if EmbeddingModel.read(model_dir) is not None:
-            renderer.chat_template = CONTENTS_TEMPLATE
-            return renderer
-        places = "tokenizer_config.json, chat_template.jinja or chat_template.json"
-        raise EngineFailed(f"{model_dir}: no chat template in {places}") from None
-    return renderer
 
 
 def _is_token_id(key: str, value: Any) -> bool:
@@ -507,18 +397,3 @@ def _is_token_id(key: str, value: Any) -> bool:
 
 def _as_ids(value: Any) -> list[int]:
     return [value] if isinstance(value, int) else list(value or ())
-
-
-def _generation_defaults(generation: dict[str, Any]) -> GenerationDefaults:
-    def given(key: str, default: float) -> float:
-        value = generation.get(key)
-        return default if value is None else value
-
-    greedy = generation.get("do_sample") is False
-    return GenerationDefaults(
-        temperature=0.0 if greedy else float(given("temperature", 1.0)),
-        top_p=float(given("top_p", 1.0)),
-        top_k=max(0, int(given("top_k", 0))),
-        min_p=float(given("min_p", 0.0)),
-        repetition_penalty=float(given("repetition_penalty", 1.0)),
-    )

@@ -23,14 +23,9 @@ from urllib.parse import unquote
 
 from engine.errors import InvalidRequest
 from engine.processing.control_tokens import any_of
-from engine.processing.json_schema import (
-    ANNOTATIONS,
-    ROOT_ANNOTATIONS,
-    pattern_error,
-    strict_schema,
-    subschemas,
-    with_options,
-)
+from engine.processing.json_schema import strict_schema, with_options
+from engine.processing.schema_keywords import ANNOTATIONS, ROOT_ANNOTATIONS, subschemas
+from engine.processing.schema_problems import pattern_error
 from engine.processing.shaped_call import CallShape
 from engine.processing.tool_arguments import ToolTypes
 from engine.processing.tool_format import XML

@@ -47,11 +47,17 @@ def convert(gguf: Path, checkpoint: Path, is_expanded: bool = False) -> None:
     loaded: Any = mx.load(str(gguf), return_metadata=True)
     arrays, meta = loaded
     info = {name: one.item() if isinstance(one, mx.array) and one.size == 1 else one for name, one in meta.items()}
-    _write_weights(checkpoint, arrays, info, is_expanded)
+    weights = _named_weights(arrays, info)
+    bits = _bits_of(weights)
+    if is_expanded:
+        weights = _expanded(weights, bits)
+    mx.save_safetensors(str(checkpoint / "model.safetensors"), weights, metadata={"format": "mlx"})
+    _write_config(checkpoint, info, None if is_expanded else bits, is_tied="lm_head.weight" not in weights)
     _write_tokenizer(checkpoint, info)
 
 
-def _write_weights(checkpoint: Path, arrays: dict[str, mx.array], info: dict[str, Any], is_expanded: bool) -> None:
+def _named_weights(arrays: dict[str, mx.array], info: dict[str, Any]) -> dict[str, mx.array]:
+    """Return the arrays of a GGUF under MLX's names, with the rows in MLX's order."""
     heads = {"attn_q": info["llama.attention.head_count"], "attn_k": info["llama.attention.head_count_kv"]}
     weights = {}
     for name, array in arrays.items():
@@ -64,17 +70,29 @@ def _write_weights(checkpoint: Path, arrays: dict[str, mx.array], info: dict[str
             array = rows.swapaxes(1, 2).reshape(array.shape)
         layer = stem.split(".")[1] if stem.startswith("blk.") else ""
         weights[f"model.layers.{layer}.{NAMES[module]}.{kind}" if layer else f"{OUTER[stem]}.{kind}"] = array
-    bits = {  # a word has 32 bits, a group 32 values
+    return weights
+
+
+def _bits_of(weights: dict[str, mx.array]) -> dict[str, int]:
+    """Return the bits per value of each quantized module, by its name."""
+    return {  # a word has 32 bits, a group 32 values
         name.removesuffix(".scales"): weights[name.replace(".scales", ".weight")].shape[-1] // array.shape[-1]
         for name, array in weights.items()
         if name.endswith(".scales")
     }
-    if is_expanded:
-        for stem, number in bits.items():
-            weight, scales, biases = (weights.pop(f"{stem}.{part}") for part in ("weight", "scales", "biases"))
-            weights[f"{stem}.weight"] = mx.dequantize(weight, scales, biases, GROUP_SIZE, number)
-        weights = {name: array.astype(mx.float32) for name, array in weights.items()}
-    mx.save_safetensors(str(checkpoint / "model.safetensors"), weights, metadata={"format": "mlx"})
+
+
+def _expanded(weights: dict[str, mx.array], bits: dict[str, int]) -> dict[str, mx.array]:
+    """Return the weights as float32."""
+    expanded = dict(weights)
+    for stem, number in bits.items():
+        weight, scales, biases = (expanded.pop(f"{stem}.{part}") for part in ("weight", "scales", "biases"))
+        expanded[f"{stem}.weight"] = mx.dequantize(weight, scales, biases, GROUP_SIZE, number)
+    return {name: array.astype(mx.float32) for name, array in expanded.items()}
+
+
+def _write_config(checkpoint: Path, info: dict[str, Any], bits: dict[str, int] | None, is_tied: bool) -> None:
+    """Write config.json and generation_config.json; `bits` is None for expanded weights."""
     eos, bos = info["tokenizer.ggml.eos_token_id"], info["tokenizer.ggml.bos_token_id"]
     config = {
         "model_type": "llama",
@@ -82,17 +100,17 @@ def _write_weights(checkpoint: Path, arrays: dict[str, mx.array], info: dict[str
         "hidden_size": info["llama.embedding_length"],
         "num_hidden_layers": info["llama.block_count"],
         "intermediate_size": info["llama.feed_forward_length"],
-        "num_attention_heads": heads["attn_q"],
-        "num_key_value_heads": heads["attn_k"],
+        "num_attention_heads": info["llama.attention.head_count"],
+        "num_key_value_heads": info["llama.attention.head_count_kv"],
         "rms_norm_eps": info["llama.attention.layer_norm_rms_epsilon"],
         "vocab_size": info["llama.vocab_size"],
         "rope_theta": info["llama.rope.freq_base"],
         "max_position_embeddings": info["llama.context_length"],
-        "tie_word_embeddings": "lm_head.weight" not in weights,
+        "tie_word_embeddings": is_tied,
         "bos_token_id": bos,
         "eos_token_id": eos,
     }
-    if not is_expanded:
+    if bits is not None:
         others = {stem: {"group_size": GROUP_SIZE, "bits": number} for stem, number in bits.items() if number != 4}
         config["quantization"] = {"group_size": GROUP_SIZE, "bits": 4, **others}
     (checkpoint / "config.json").write_text(json.dumps(config, indent=1))

@@ -124,18 +124,8 @@ def open_model(config: EngineConfig) -> OpenedModel:
             check_dropped(module.language_model, path)
     except EngineFailed as error:
         raise EngineFailed(f"the model in {path} cannot be served: {error}") from None
-    if (
-        (window := ignored_window(own_config)) is not None
-        and config.max_context_tokens is None
-        and max_context_tokens == window
-    ):
-        log.warning(
-            "the context is limited to the %s tokens of config.json's %s, as the library's module of the family %s "
-            "ignores it",
-            f"{window:,}",
-            REACH,
-            model_config["model_type"],
-        )
+    if config.max_context_tokens is None:
+        _log_ignored_window(own_config, max_context_tokens, model_config["model_type"])
     rope_facts = _settle_rope(config, module.language_model, model_config, max_context_tokens)
     cast(module, choose_dtype(config.dtype, model_config))
     dtype = _main_dtype(module)
@@ -148,6 +138,18 @@ def open_model(config: EngineConfig) -> OpenedModel:
     return OpenedModel(
         module, path, model_config, kinds, max_context_tokens, num_tokens, dtype, expansion, *found, rope_facts
     )
+
+
+def _log_ignored_window(own_config: dict[str, Any], max_context_tokens: int, family: str) -> None:
+    """Log that a window of config.json limits the context, if it does."""
+    if max_context_tokens == (window := ignored_window(own_config)):
+        log.warning(
+            "the context is limited to the %s tokens of config.json's %s, as the library's module of the family %s "
+            "ignores it",
+            f"{window:,}",
+            REACH,
+            family,
+        )
 
 
 def open_config(config: EngineConfig) -> dict[str, Any]:

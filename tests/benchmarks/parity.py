@@ -30,8 +30,9 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 from mlx_vlm.generate.ar import generate_step
 
-from engine.config import EngineConfig, MediaConfig
+from engine.config import EngineConfig
 from engine.errors import EngineFailed
+from engine.media_config import MediaConfig
 from engine.processing.checkpoint import image_processor_config, media_kinds, read_config, resolve_checkpoint
 from engine.processing.images import ImagePreprocessor, normalize
 from engine.processing.patch_normalization import PatchNormalization

@@ -22,11 +22,12 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 
 from engine.async_engine import AsyncEngine
-from engine.config import EngineConfig, SpecPrefillConfig
+from engine.config import EngineConfig
 from engine.core.spec_prefill.plan import ScoreRequest, find_anchors
 from engine.draft_scorer import AsyncDraftScorer
 from engine.errors import EngineFailed
 from engine.protocol import Boundary, EngineRequest, SamplingParams
+from engine.spec_prefill_config import SpecPrefillConfig
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.spec_prefill.draft import Draft
 from engine.worker.spec_prefill.scorer import Publish, Scorer, load_scorer

@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engine.async_engine import AsyncEngine
-from engine.config import EngineConfig, SpecPrefillConfig
+from engine.config import EngineConfig
 from engine.core.spec_prefill.plan import ScoreRequest, find_anchors, make_plan
 from engine.draft_scorer import AsyncDraftScorer
 from engine.errors import EngineFailed
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, SamplingParams, SparsePlan
+from engine.spec_prefill_config import SpecPrefillConfig
 from tests.benchmarks.measure import heading, table
 from tests.demo_model.tasks.retrieval import retrieval
 from tests.demo_model.world.draws import Draws

@@ -33,7 +33,8 @@ from deployments.planners.mllm import MLLM
 from deployments.planners.text import TextMTP
 from deployments.prompt_scorer import SpecPrefillScorer
 from engine import async_engine
-from engine.config import EngineConfig, SpecPrefillConfig
+from engine.config import EngineConfig
+from engine.spec_prefill_config import SpecPrefillConfig
 from engine.worker.model_runner import load_runner
 from tests.deployments.fake_handle import FakeCall, FakeHandle, running, task_error
 from tests.support.cold_runner import load_cold

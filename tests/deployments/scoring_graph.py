@@ -9,9 +9,9 @@ import numpy as np
 
 from deployments.planners.sparse_planner import PromptFacts, SparsePlanner
 from deployments.requests import ChatRequest, SpecPrefillReport
-from engine.config import SpecPrefillConfig
 from engine.core.spec_prefill.plan import Scored, ScoreRequest, make_plan
 from engine.protocol import Boundary, CachedPrefix, EngineRequest, SamplingParams, SparsePlan
+from engine.spec_prefill_config import SpecPrefillConfig
 from tests.deployments.fake_handle import FakeCall, FakeHandle, running
 
 NUM_TOKENS, NUM_SYSTEM = 1000, 100

@@ -21,10 +21,10 @@ from deployments.app import (
 from deployments.args import DRAIN_TIMEOUT_S
 from deployments.dispatch.engine_client import PLAN_TIMEOUT_S
 from deployments.ingress import plan_timeout_s
-from engine.config import SpecPrefillConfig
 from engine.errors import EngineFailed
 from engine.gpus import MAX_ENGINES
 from engine.processing.checkpoint import DEMO_MODEL
+from engine.spec_prefill_config import SpecPrefillConfig
 from tests.e2e.server import SHIPPED_CONFIG
 
 SHIPPED = AppArgs(spec_prefill=SpecPrefillConfig(enabled=True))

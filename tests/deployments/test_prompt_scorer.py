@@ -18,11 +18,12 @@ from deployments.planners.mllm import MLLM
 from deployments.planners.text import TextMTP
 from deployments.prompt_scorer import SpecPrefillScorer
 from deployments.requests import ChatRequest, Plan, Route
-from engine.config import EngineConfig, SpecPrefillConfig
+from engine.config import EngineConfig
 from engine.core.spec_prefill.plan import Scored, ScoreRequest, why_unfit
 from engine.errors import EngineFailed, InvalidRequest
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import FinishReason
+from engine.spec_prefill_config import SpecPrefillConfig
 from tests.e2e.pictures import about, image_part, shape
 
 CONFIG = SpecPrefillConfig(enabled=True, threshold_tokens=512, max_running=1, max_queue=0)

@@ -21,9 +21,9 @@ from ray.serve.schema import LoggingConfig
 from deployments.http.body_process import BodyProcess
 from deployments.http_proxy.guard import middlewares
 from deployments.serve_log import join_serve_log, quiet_controller
-from engine.config import MediaConfig
 from engine.core.row import Row, named
 from engine.errors import Cancelled, EngineFailed, InvalidRequest, Overloaded, QueueTimeout, ScoringTooSlow, Unavailable
+from engine.media_config import MediaConfig
 from engine.processing.image_file import ImageRefused
 from engine.processing.image_worker import WorkerSettings
 from engine.processing.worker_process import WorkerProcess

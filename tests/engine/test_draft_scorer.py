@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from engine import draft_scorer
-from engine.config import EngineConfig, SpecPrefillConfig
+from engine.config import EngineConfig
 from engine.core.spec_prefill.plan import Scored, ScoreRequest, make_plan, why_unfit
 from engine.draft_scorer import AsyncDraftScorer, choose_device
 from engine.errors import EngineFailed, InvalidRequest, Overloaded
 from engine.processing.tokenizer import ChatTokenizer
+from engine.spec_prefill_config import SpecPrefillConfig
 from engine.worker.spec_prefill.draft import load_draft
 from engine.worker.spec_prefill.scorer import Scorer, ScoreResult, load_scorer
 from tests.support.fake_runner import until

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine.config import MediaConfig
 from engine.errors import InvalidRequest
+from engine.media_config import MediaConfig
 from engine.processing.image_grid import ImageGrid
 from engine.processing.media import MediaLoader
 from engine.processing.message import ImageSource

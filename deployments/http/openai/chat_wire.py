@@ -50,9 +50,9 @@ from deployments.http.wire import (
     tag,
 )
 from deployments.requests import ChatRequest, Thinking
-from engine.config import MIN_KEEP
 from engine.errors import InvalidRequest
 from engine.protocol import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
+from engine.spec_prefill_config import MIN_KEEP
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_CHOICES = 128

@@ -7,9 +7,10 @@ import mlx.core as mx
 import numpy as np
 from mlx_vlm.models.cache import ArraysCache
 
-from engine.config import EngineConfig, SpecPrefillConfig
+from engine.config import EngineConfig
 from engine.errors import EngineFailed
 from engine.processing.checkpoint import draft_of, read_optional_json
+from engine.spec_prefill_config import SpecPrefillConfig
 from engine.worker import loader, memory, patches
 from engine.worker.kv_cache import SequenceCache, num_bytes, rounded
 from engine.worker.language_model import LanguageModel

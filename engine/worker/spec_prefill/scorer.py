@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
-from engine.config import EngineConfig, SpecPrefillConfig
+from engine.config import EngineConfig
 from engine.core.prefix_cache.prompt_key import PromptKey
 from engine.core.prefix_cache.snapshot_boundaries import choose_boundaries
 from engine.core.spec_prefill.pace import RETRY_FADE, Pace
 from engine.core.spec_prefill.plan import ScoreRequest
 from engine.errors import EngineFailed
 from engine.protocol import Boundary
+from engine.spec_prefill_config import SpecPrefillConfig
 from engine.start_phase import StartPhase
 from engine.worker import memory
 from engine.worker.kv_cache import SequenceCache

@@ -11,8 +11,9 @@ from PIL import Image
 from deployments.args import AppArgs
 from deployments.planners.mllm import MLLM
 from deployments.requests import ChatRequest, Plan
-from engine.config import EngineConfig, MediaConfig
+from engine.config import EngineConfig
 from engine.errors import InvalidRequest
+from engine.media_config import MediaConfig
 from engine.processing import media
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.tokenizer import ChatTokenizer

@@ -8,8 +8,8 @@ from deployments.planners.prompt_planner import PromptPlanner, sampling_params
 from deployments.requests import ChatRequest, PackedMessages, Thinking, Tool
 from engine.config import EngineConfig, PrefixCacheConfig
 from engine.errors import ContextLengthExceeded, EngineFailed, InvalidRequest
+from engine.processing.generation_defaults import GenerationDefaults
 from engine.processing.prompt_origin import prompt_origin
-from engine.processing.tokenizer import GenerationDefaults
 from engine.protocol import EngineRequest, GrammarSpec, PromptOrigin, SamplingParams
 
 DEFAULTS = GenerationDefaults(temperature=0.7, top_p=0.8, top_k=20, min_p=0.1)

@@ -11,10 +11,10 @@ import pytest
 
 from deployments.planners.sparse_planner import PromptFacts, SparsePlanner
 from deployments.requests import ChatRequest, Message, Tool
-from engine.config import SpecPrefillConfig
 from engine.core.spec_prefill.plan import ScoreRequest, fingerprint
 from engine.errors import InvalidRequest, Overloaded, ScoringTooSlow
 from engine.protocol import Boundary, CachedPrefix, GrammarSpec, ImagePatches, PrefillCost, SparsePlan
+from engine.spec_prefill_config import SpecPrefillConfig
 from tests.deployments.fake_handle import task_error
 from tests.deployments.scoring_graph import (
     ASKED,

@@ -17,8 +17,8 @@ from engine.errors import EngineFailed, InvalidRequest, Overloaded
 from engine.processing import grammar as grammar_module
 from engine.processing import grammar_build
 from engine.processing.checkpoint import DEMO_MODEL
+from engine.processing.free_limits import FreeLimits
 from engine.processing.grammar import MAX_PENDING, GrammarCompiler
-from engine.processing.json_schema import FreeLimits
 from engine.protocol import GrammarSpec
 from tests.engine.processing.walks import STOPS, VOCAB_SIZE, accepts, compiled, encode, json_schema
 

@@ -12,8 +12,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from engine.config import MediaConfig
 from engine.errors import InvalidRequest
+from engine.media_config import MediaConfig
 from engine.processing.byte_budget import ByteBudget
 from engine.processing.media import MAX_FETCHES, MediaLoader
 from engine.processing.message import ImageSource

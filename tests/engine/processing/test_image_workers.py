@@ -15,8 +15,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from engine.config import MediaConfig
 from engine.errors import InvalidRequest
+from engine.media_config import MediaConfig
 from engine.processing import image_workers
 from engine.processing.byte_budget import ByteBudget
 from engine.processing.checkpoint import DEMO_MODEL

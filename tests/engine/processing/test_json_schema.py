@@ -7,7 +7,8 @@ import jsonschema
 import pytest
 
 from engine.errors import EngineFailed, InvalidRequest
-from engine.processing.json_schema import FreeLimits, lenient_schema, strict_schema
+from engine.processing.free_limits import FreeLimits
+from engine.processing.json_schema import lenient_schema, strict_schema
 from tests.engine.processing.walks import accepts, compiled, json_schema
 
 OBJECT = {"type": "object"}

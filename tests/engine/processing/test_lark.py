@@ -6,7 +6,7 @@ import pytest
 from llguidance import LLMatcher
 
 from engine.errors import InvalidRequest
-from engine.processing.json_schema import byte_tokenizer
+from engine.processing.grammar_build import byte_tokenizer
 from engine.processing.lark import expression_of, normal_expression
 from engine.processing.tool_grammar import JsonFunction, tool_call_grammar
 from engine.protocol import GrammarSpec

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine.config import MediaConfig
 from engine.errors import InvalidRequest
+from engine.media_config import MediaConfig
 from engine.processing import media
 from engine.processing.byte_budget import ByteBudget
 from engine.processing.media import MAX_REQUEST_BYTES, MediaLoader, check_data_url

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.processing.json_schema import FORMATS
+from engine.processing.schema_keywords import FORMATS
 from engine.protocol import GrammarSpec
 from tests.engine.processing.random_schemas import near_value, random_schema
 from tests.engine.processing.spellings import dump, exact, spellings

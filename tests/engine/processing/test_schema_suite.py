@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidRequest
-from engine.processing.json_schema import FORMATS
+from engine.processing.schema_keywords import FORMATS
 from tests.engine.processing.spellings import spellings
 from tests.engine.processing.walks import accepts_as_text, compiled, json_schema
 from tests.support.json_schema_suite import load_suite

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 
 from engine.errors import EngineFailed, InvalidRequest
 from engine.processing.checkpoint import DEMO_MODEL
-from engine.processing.tokenizer import ChatTokenizer, GenerationDefaults
+from engine.processing.generation_defaults import GenerationDefaults
+from engine.processing.tokenizer import ChatTokenizer
 from tests.support.image_files import placeholders
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from mlx_vlm.models.qwen3_vl.processing_qwen3_vl import _timestamped_video_placeholder
 
-from engine.config import MediaConfig
 from engine.errors import InvalidRequest
+from engine.media_config import MediaConfig
 from engine.processing.checkpoint import DEMO_MODEL, media_kinds, read_config, videos_unsupported_reason
 from engine.processing.images import ImagePreprocessor, normalize
 from engine.processing.media import MediaLoader

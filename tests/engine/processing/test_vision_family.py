@@ -13,8 +13,8 @@ from mlx_vlm.models.llava_next.processing_llava_next import LlavaNextProcessor
 from mlx_vlm.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from PIL import Image
 
-from engine.config import MediaConfig
 from engine.errors import EngineFailed
+from engine.media_config import MediaConfig
 from engine.processing.checkpoint import images_unsupported_reason, media_kinds, read_config, vocab_size
 from engine.processing.images import ImagePreprocessor, normalize
 from engine.processing.media import MediaLoader

@@ -14,10 +14,11 @@ import pytest
 import engine.worker  # noqa: F401  # before MLX
 
 import mlx.core as mx  # isort: skip
-from engine.config import EngineConfig, SpecPrefillConfig
+from engine.config import EngineConfig
 from engine.errors import EngineFailed
 from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import EngineRequest, SamplingParams
+from engine.spec_prefill_config import SpecPrefillConfig
 from engine.worker.draft_model import DraftModel
 from engine.worker.loader import open_model
 from engine.worker.model_runner import MLXRunner

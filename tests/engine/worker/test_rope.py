@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from mlx_vlm.models.rope_utils import SuScaledRoPE
 
-from engine.config import EngineConfig, SpecPrefillConfig
+from engine.config import EngineConfig
 from engine.errors import EngineFailed
+from engine.spec_prefill_config import SpecPrefillConfig
 from engine.worker import loader
 from engine.worker.model_report import report
 from engine.worker.spec_prefill.draft import draft_engine_config

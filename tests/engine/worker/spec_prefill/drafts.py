@@ -13,7 +13,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_vlm.utils import get_model_and_args
 
-from engine.config import SpecPrefillConfig
+from engine.spec_prefill_config import SpecPrefillConfig
 from engine.worker.spec_prefill.draft import Draft, draft_engine_config, load_draft
 from tests.support.tiny import Tiny, build
 

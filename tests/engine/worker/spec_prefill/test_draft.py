@@ -8,8 +8,8 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from engine.config import SpecPrefillConfig
 from engine.errors import EngineFailed
+from engine.spec_prefill_config import SpecPrefillConfig
 from engine.worker.kv_cache import num_bytes
 from engine.worker.spec_prefill import attention, draft
 from engine.worker.spec_prefill.draft import Draft, draft_engine_config

@@ -12,11 +12,12 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
-from engine.config import EngineConfig, SpecPrefillConfig
+from engine.config import EngineConfig
 from engine.core.spec_prefill.plan import ScoreRequest, make_plan
 from engine.errors import EngineFailed, InvalidRequest
 from engine.processing.checkpoint import draft_of
 from engine.protocol import Boundary
+from engine.spec_prefill_config import SpecPrefillConfig
 from engine.worker import memory
 from engine.worker.spec_prefill import reuse, scorer
 from engine.worker.spec_prefill.draft import Draft
