@@ -155,36 +155,38 @@ def _answer_to(parts: SplitResult, sender: str, answers: Mapping[str, Answer]) -
         raise Refused(400, str(problem)) from None
 
 
-def _handler(admission: Admission, answers: Mapping[str, Answer], nonces: _Nonces) -> type[BaseHTTPRequestHandler]:
+def _reply_to(
+    request: BaseHTTPRequestHandler, admission: Admission, answers: Mapping[str, Answer], nonces: _Nonces
+) -> tuple[bytes, dict[str, str]]:
+    """Return the answer to a request and its headers. Raises Refused."""
     shown = {} if admission.guests is None else admission.guests.shown
+    parts = urlsplit(request.path)
+    if request.path == CHALLENGE_PATH:
+        return json.dumps({"nonce": nonces.make()}).encode(), {}
+    if parts.path in shown:
+        return shown[parts.path], {}
+    token = admission.secret_for(parts.path, request.connection)
+    nonce, proof = request.headers.get(NONCE, ""), request.headers.get(PROOF, "")
+    expected = proof_of_member(token, nonce, request.path)
+    if not (nonces.use(nonce) and hmac.compare_digest(proof.encode(), expected.encode())):
+        raise Refused(403, "the token is not that of this cluster")
+    body = _answer_to(parts, request.client_address[0], answers)
+    return body, {PROOF: proof_of_head(token, nonce, body)}
 
+
+def _handler(admission: Admission, answers: Mapping[str, Answer], nonces: _Nonces) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         timeout = TIMEOUT_S
         server_version, sys_version = "Orchard", ""
 
         def do_GET(self) -> None:
             try:
-                body, headers = self._reply()
+                body, headers = _reply_to(self, admission, answers, nonces)
             except Refused as refused:
                 told = {"error": refused.message, "reason": refused.reason}
                 self._answer(refused.status, json.dumps(told).encode())
             else:
                 self._answer(200, body, headers)
-
-        def _reply(self) -> tuple[bytes, dict[str, str]]:
-            """Return the answer to the question and its headers. Raises Refused."""
-            parts = urlsplit(self.path)
-            if self.path == CHALLENGE_PATH:
-                return json.dumps({"nonce": nonces.make()}).encode(), {}
-            if parts.path in shown:
-                return shown[parts.path], {}
-            token = admission.secret_for(parts.path, self.connection)
-            nonce, proof = self.headers.get(NONCE, ""), self.headers.get(PROOF, "")
-            expected = proof_of_member(token, nonce, self.path)
-            if not (nonces.use(nonce) and hmac.compare_digest(proof.encode(), expected.encode())):
-                raise Refused(403, "the token is not that of this cluster")
-            body = _answer_to(parts, self.client_address[0], answers)
-            return body, {PROOF: proof_of_head(token, nonce, body)}
 
         def _answer(self, status: int, body: bytes, headers: Mapping[str, str] = NO_HEADERS) -> None:
             self.send_response(status)

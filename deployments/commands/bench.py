@@ -103,16 +103,7 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     server = connection.connection_of(options, ROUND_TIMEOUT_S)
     card = server.get("/v1/models")["data"][0]
-    loads = [
-        Load(pp, tg, depth, concurrency)
-        for depth in options.depth
-        for concurrency in options.concurrency
-        for pp in options.pp
-        for tg in options.tg
-    ]
-    for load in loads:
-        if (needed := load.depth + load.pp + load.tg) > card["max_model_len"]:
-            raise CommandError(f"{load} needs {needed} tokens; the context of {card['id']} has {card['max_model_len']}")
+    loads = _loads(options, card)
     prompts = Prompts(server, card["id"], random.Random())
     say(f"{card['id']} at {server.url}: {len(loads)} loads, {options.rounds} rounds each, after a warm-up")
     results = []
@@ -150,6 +141,21 @@ def _check(options: argparse.Namespace) -> None:
                 raise UsageError(f"--{name} is {value}; it must be at least {low}")
     if not 1 <= options.rounds <= 100:
         raise UsageError(f"--rounds is {options.rounds}; it must be between 1 and 100")
+
+
+def _loads(options: argparse.Namespace, card: dict[str, Any]) -> list[Load]:
+    """Return a load for each combination of the arguments. Raises CommandError: one exceeds the model's context."""
+    loads = [
+        Load(pp, tg, depth, concurrency)
+        for depth in options.depth
+        for concurrency in options.concurrency
+        for pp in options.pp
+        for tg in options.tg
+    ]
+    for load in loads:
+        if (needed := load.depth + load.pp + load.tg) > card["max_model_len"]:
+            raise CommandError(f"{load} needs {needed} tokens; the context of {card['id']} has {card['max_model_len']}")
+    return loads
 
 
 class Prompts:

@@ -1,6 +1,7 @@
 """How metrics are read from the figures of a node."""
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import get_args
 
 from deployments.metrics.metric import Sample
 from deployments.metrics.node_figures import IngressFigures, NodeFigures
@@ -52,6 +53,11 @@ def ingress_samples(samples: Callable[[IngressFigures], Iterable[Sample]]) -> Re
 def with_answer(value: OfChoice) -> OfChoice:
     """Take the value only of choices with a complete answer, as RequestFigures.ended does."""
     return lambda choice: value(choice) if choice.is_complete else None
+
+
+def counts(reasons: object, found: Mapping[str, int]) -> Mapping[str, float]:
+    """Return the counts of all values of a Literal, also of those that were never counted."""
+    return {reason: found.get(reason, 0) for reason in get_args(reasons)}
 
 
 def _by_label(values: Mapping[str, float]) -> Iterable[Sample]:

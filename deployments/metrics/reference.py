@@ -7,7 +7,6 @@ from pathlib import Path
 
 from deployments.metrics.catalog import METRICS
 from deployments.metrics.engine_metrics import (
-    CACHE_METRICS,
     DRAFT_METRICS,
     MEMORY_METRICS,
     QUEUE_METRICS,
@@ -16,6 +15,7 @@ from deployments.metrics.engine_metrics import (
 )
 from deployments.metrics.ingress_metrics import HTTP_METRICS, PLANNER_METRICS, SCORER_METRICS
 from deployments.metrics.metric import Metric
+from deployments.metrics.prefix_cache_metrics import CACHE_METRICS
 from deployments.metrics.vllm_metrics import VLLM_METRICS
 from deployments.metrics.vllm_metrics import __doc__ as vllm_names
 

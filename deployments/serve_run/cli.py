@@ -42,6 +42,36 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         "or SIGTERM, after which running requests get args.drain_timeout_s to finish. Exits with status 1 when the "
         "server cannot start or has failed for good.",
     )
+    _add_serve_arguments(serve)
+    check = commands.add_parser(
+        "check",
+        help="report whether a model can be served on this machine",
+        description="Reports a model's family, media, MTP head and memory against this machine's, without reading its "
+        "weights. Exits with status 1 when it cannot be served.",
+    )
+    _add_check_arguments(check)
+    self_test = commands.add_parser(
+        "self-test",
+        help="check the engine on this machine",
+        description="Runs a model through the engine on this machine's device: equal tokens however they are computed, "
+        "memory, kernels, speed. Prints a report for a bug report. Exits with status 1 when something is broken.",
+    )
+    _add_self_test_arguments(self_test)
+    dashboards = commands.add_parser(
+        "dashboards",
+        help="give Grafana Orchard's dashboard, and Prometheus its configuration",
+        description="Puts Orchard's dashboard into the folder that Grafana reads with Ray's configuration, to be "
+        "repeated after each start of Ray, and prints a prometheus.yml to standard output. Reports to standard error "
+        "what else keeps charts empty. Exits with status 1 when the dashboard cannot be put there.",
+    )
+    _add_dashboards_arguments(dashboards)
+    options = parser.parse_args(argv)
+    if options.command == "serve":
+        _check_serve_arguments(serve, options)
+    return options
+
+
+def _add_serve_arguments(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("model", nargs="?", metavar="MODEL", help=f"{MODEL}; default: that of the file")
     serve.add_argument("--config", metavar="FILE", help=CONFIG)
     serve.add_argument("--port", type=int, help=f"default: that of the file, else {DEFAULT_HTTP_PORT}")
@@ -65,70 +95,6 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         default=OBJECT_STORE_MIB,
         help=f"MiB of shared memory of a new cluster, for images sent to the engine; default: {OBJECT_STORE_MIB}",
     )
-    check = commands.add_parser(
-        "check",
-        help="report whether a model can be served on this machine",
-        description="Reports a model's family, media, MTP head and memory against this machine's, without reading its "
-        "weights. Exits with status 1 when it cannot be served.",
-    )
-    check.add_argument("model", help=MODEL)
-    check.add_argument("--draft-model", help="a draft model for sparse prefill, to be compared")
-    check.add_argument("--rope-scaling", metavar="TYPE:FACTOR", help="engine.rope_scaling, such as yarn:4")
-    self_test = commands.add_parser(
-        "self-test",
-        help="check the engine on this machine",
-        description="Runs a model through the engine on this machine's device: equal tokens however they are computed, "
-        "memory, kernels, speed. Prints a report for a bug report. Exits with status 1 when something is broken.",
-    )
-    self_test.add_argument("--model", default="demo", help=MODEL)
-    self_test.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
-    self_test.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    self_test.add_argument("--quick", action="store_true", help="short answers; speeds mean little")
-    dashboards = commands.add_parser(
-        "dashboards",
-        help="give Grafana Orchard's dashboard, and Prometheus its configuration",
-        description="Puts Orchard's dashboard into the folder that Grafana reads with Ray's configuration, to be "
-        "repeated after each start of Ray, and prints a prometheus.yml to standard output. Reports to standard error "
-        "what else keeps charts empty. Exits with status 1 when the dashboard cannot be put there.",
-    )
-    dashboards.add_argument("--config", metavar="FILE", help=CONFIG)
-    dashboards.add_argument(
-        "--grafana", type=Path, metavar="DIR", help="folder of Grafana's dashboards, instead of that of Ray's session"
-    )
-    dashboards.add_argument(
-        "--key-file",
-        type=Path,
-        default=Path("orchard.key"),
-        metavar="FILE",
-        help="file with an API key for Prometheus, of use where the server has keys; default: orchard.key",
-    )
-    dashboards.add_argument(
-        "--check", action="store_true", help="write nothing, and exit with status 1 when anything is missing"
-    )
-    options = parser.parse_args(argv)
-    if options.command == "serve":
-        _check_serve_arguments(serve, options)
-    return options
-
-
-def _check_serve_arguments(serve: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End the process with a message if the arguments contradict each other."""
-    if options.model is not None and options.model.endswith((".yaml", ".yml")) and Path(options.model).is_file():
-        serve.error(f"{options.model} is a configuration file: orchard serve --config {options.model}")
-    if options.cluster and options.address:
-        serve.error(f"--cluster makes a cluster; --address, or RAY_ADDRESS, names another one: {options.address}")
-    for name in ("interface", "new_cluster", "adopt", "no_tls"):
-        if getattr(options, name) and not options.cluster:
-            serve.error(f"--{name.replace('_', '-')} has no effect without --cluster")
-    if options.force and not options.adopt:
-        serve.error("--force has no effect without --adopt")
-    for name in ("interface", "new_cluster"):
-        if getattr(options, name) and options.adopt:
-            serve.error(
-                f"--{name.replace('_', '-')} contradicts --adopt, which keeps the cluster and this member's address"
-            )
-    if options.object_store_mib < 100:
-        serve.error(f"--object-store-mib: {options.object_store_mib} is less than Ray's minimum of 100")
 
 
 def _add_cluster_arguments(serve: argparse.ArgumentParser) -> None:
@@ -169,6 +135,56 @@ def _add_cluster_arguments(serve: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_check_arguments(check: argparse.ArgumentParser) -> None:
+    check.add_argument("model", help=MODEL)
+    check.add_argument("--draft-model", help="a draft model for sparse prefill, to be compared")
+    check.add_argument("--rope-scaling", metavar="TYPE:FACTOR", help="engine.rope_scaling, such as yarn:4")
+
+
+def _add_self_test_arguments(self_test: argparse.ArgumentParser) -> None:
+    self_test.add_argument("--model", default="demo", help=MODEL)
+    self_test.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
+    self_test.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    self_test.add_argument("--quick", action="store_true", help="short answers; speeds mean little")
+
+
+def _add_dashboards_arguments(dashboards: argparse.ArgumentParser) -> None:
+    dashboards.add_argument("--config", metavar="FILE", help=CONFIG)
+    dashboards.add_argument(
+        "--grafana", type=Path, metavar="DIR", help="folder of Grafana's dashboards, instead of that of Ray's session"
+    )
+    dashboards.add_argument(
+        "--key-file",
+        type=Path,
+        default=Path("orchard.key"),
+        metavar="FILE",
+        help="file with an API key for Prometheus, of use where the server has keys; default: orchard.key",
+    )
+    dashboards.add_argument(
+        "--check", action="store_true", help="write nothing, and exit with status 1 when anything is missing"
+    )
+
+
+def _check_serve_arguments(serve: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End the process with a message if the arguments contradict each other."""
+    if options.model is not None and options.model.endswith((".yaml", ".yml")) and Path(options.model).is_file():
+        serve.error(f"{options.model} is a configuration file: orchard serve --config {options.model}")
+    if options.cluster and options.address:
+        serve.error(f"--cluster makes a cluster; --address, or RAY_ADDRESS, names another one: {options.address}")
+    for name in ("interface", "new_cluster", "adopt", "no_tls"):
+        if getattr(options, name) and not options.cluster:
+            serve.error(f"--{name.replace('_', '-')} has no effect without --cluster")
+    if options.force and not options.adopt:
+        serve.error("--force has no effect without --adopt")
+    for name in ("interface", "new_cluster"):
+        if getattr(options, name) and options.adopt:
+            serve.error(
+                f"--{name.replace('_', '-')} contradicts --adopt, which keeps the cluster and this member's address"
+            )
+    if options.object_store_mib < 100:
+        serve.error(f"--object-store-mib: {options.object_store_mib} is less than Ray's minimum of 100")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
     began_s = time.monotonic()
@@ -179,6 +195,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _test_engine(options)
     if options.command == "dashboards":
         return _place_dashboards(options)
+    return _serve(options, began_s)
+
+
+def _serve(options: argparse.Namespace, began_s: float) -> int:
+    """Check what the server needs, start it, and run it until it ends; return the exit status.
+
+    Args:
+        options: The arguments.
+        began_s: When the command began, on the monotonic clock.
+    """
     set_defaults()
     try:
         adopted = _adopted_config(options)

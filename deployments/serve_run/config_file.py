@@ -3,13 +3,12 @@
 Ray's schemas ignore unknown keys, and some of their defaults are surprising: with a misspelt `http_options` Serve binds
 0.0.0.0. Here every unknown key is an error that names it.
 
-The key tables below repeat the field names of Ray's schemas, so that mistakes are found before Ray is imported;
-tests/deployments/serve_run/test_config_file.py compares them with the schemas. Ray itself validates the values
+The keys are those of config_keys.py, so that mistakes are found before Ray is imported. Ray itself validates the values
 (`check_with_ray`).
 """
 
 import ipaddress
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,86 +17,24 @@ import yaml
 from pydantic import ValidationError
 
 from deployments.args import AppArgs
+from deployments.serve_run.config_keys import (
+    APPLICATION_KEYS,
+    DEPLOYMENT_KEYS,
+    DEPLOYMENTS,
+    HTTP_KEYS,
+    LOGGING_KEYS,
+    PLANNERS,
+    TOP_KEYS,
+    Reasons,
+)
 from engine.gpus import VISIBLE
 
 APP = "deployments.app:build_app"
-DEPLOYMENTS = ("Ingress", "TextMTP", "MLLM", "ModelReplica", "SpecPrefillScorer")
-PLANNERS = ("TextMTP", "MLLM")
-
 DEFAULT_HTTP_PORT = 8000
 DEFAULT_CONFIG = "serve_config.yaml"
 DEFAULTS = "the defaults"
 """Named in place of a file where there is none."""
 KEY_OPTIONS = ("api_keys", "api_keys_file", "api_keys_env")
-
-Reasons = Mapping[str, str | None]
-"""Key to the reason why it may not be set; None: it may be set."""
-
-_FROM_CLUSTER = "follows from the cluster: one replica per node that offers `mlx` (or `mlx_scorer`)"
-_FROM_NODES = "is derived from the nodes: Orchard places its replicas itself"
-_FROM_DRAIN = "is derived from args.drain_timeout_s"
-
-TOP_KEYS: Reasons = {
-    "proxy_location": None,
-    "http_options": None,
-    "grpc_options": "has no effect: Orchard serves only HTTP",
-    "controller_options": None,
-    "logging_config": None,
-    "tracing_config": None,
-    "applications": None,
-    "target_capacity": f"the number of replicas {_FROM_CLUSTER}",
-}
-HTTP_KEYS: Reasons = {
-    "host": None,
-    "port": None,
-    "root_path": None,
-    "request_timeout_s": "it would also abort answers that stream normally; the limits of requests are in args",
-    "keep_alive_timeout_s": None,
-    "ssl_keyfile": None,
-    "ssl_certfile": None,
-    "ssl_keyfile_password": None,
-    "ssl_ca_certs": None,
-}
-APPLICATION_KEYS: Reasons = {
-    "name": None,
-    "route_prefix": None,
-    "import_path": None,
-    "runtime_env": None,
-    "host": "belongs to the section http_options",
-    "port": "belongs to the section http_options",
-    "deployments": None,
-    "autoscaling_policy": f"the number of replicas {_FROM_CLUSTER}",
-    "args": None,
-    "logging_config": None,
-    "external_scaler_enabled": f"the number of replicas {_FROM_CLUSTER}",
-}
-DEPLOYMENT_KEYS: Reasons = {
-    "name": None,
-    "num_replicas": f"the number of replicas {_FROM_CLUSTER}",
-    "max_ongoing_requests": None,  # of the planners alone, see _check_deployment
-    "max_queued_requests": "Serve must not refuse requests: the ingress limits them with args.engine.max_queue",
-    "backpressure_config": "has no effect: Serve refuses no requests",
-    "user_config": "has no effect: settings are in args",
-    "autoscaling_config": f"the number of replicas {_FROM_CLUSTER}",
-    "graceful_shutdown_wait_loop_s": _FROM_DRAIN,
-    "graceful_shutdown_timeout_s": _FROM_DRAIN,
-    "health_check_period_s": None,
-    "health_check_timeout_s": None,
-    "ray_actor_options": _FROM_NODES,
-    "placement_group_bundles": _FROM_NODES,
-    "placement_group_strategy": _FROM_NODES,
-    "placement_group_bundle_label_selector": _FROM_NODES,
-    "max_replicas_per_node": _FROM_NODES,
-    "logging_config": None,
-    "request_router_config": "is derived: requests go to the engine whose node prepares them",
-    "gang_scheduling_config": _FROM_NODES,
-    "deployment_actors": "has no effect: Orchard has no deployment actors",
-    "rolling_update_percentage": None,
-    "max_surge_percent": "has no effect: a second engine does not fit on a node",
-}
-LOGGING_KEYS: Reasons = dict.fromkeys(
-    ("encoding", "log_level", "logs_dir", "enable_access_log", "additional_log_standard_attrs")
-)
 
 
 class ConfigError(Exception):

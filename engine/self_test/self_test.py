@@ -20,7 +20,8 @@ from engine.self_test.prompts import prompts_of
 from engine.self_test.speed_checks import SPEED_CHECKS
 from engine.self_test.token_checks import TOKEN_CHECKS
 from engine.worker import device_facts
-from engine.worker.kernel_checks import KERNEL_CHECKS, KernelFigure
+from engine.worker.kernel_checks import KERNEL_CHECKS
+from engine.worker.kernel_figure import KernelFigure
 from engine.worker.model_runner import load_runner
 
 LABEL_WIDTH = 28

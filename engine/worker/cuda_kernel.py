@@ -80,6 +80,12 @@ def failures() -> Sequence[str]:
     return tuple(_failures)
 
 
+def short(source: str) -> str:
+    """Return a kernel's source without comments and indentation: MLX hashes it at each launch."""
+    lines = (line.partition("//")[0].strip() for line in source.splitlines())
+    return "\n".join(line for line in lines if line)
+
+
 class CudaKernel:
     """A kernel of `mx.fast.cuda_kernel` whose compiled code is cached on disk.
 

@@ -5,29 +5,21 @@ Each check returns a KernelFigure, or why it does not apply to this device.
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_vlm.models.cache import ArraysCache, KVCache
 from mlx_vlm.models.qwen3_5 import gated_delta, language
-from mlx_vlm.models.qwen3_5.config import TextConfig
 from mlx_vlm.models.rope_utils import MRoPERotaryEmbedding
 
 from engine.worker import cuda_kernel, loader
 from engine.worker.cuda_kernel import CudaKernel
+from engine.worker.decoder_layer_checks import decoder_layers, same_bits
+from engine.worker.kernel_figure import BFLOAT16_LIMIT, LIMIT, KernelFigure, error_of, float64_of
 from engine.worker.kv_cache import BatchKVLayer, Cursor
 from engine.worker.patches import few_rows_cuda, step_attention_cuda
-from engine.worker.recurrent_layer import BatchRecurrentLayer
-
-LIMIT = 1e-3
-"""Largest error of kernels in float32, relative to the largest value; some devices shorten the inputs of products."""
-
-BFLOAT16_LIMIT = 1e-2
-"""The same of kernels in bfloat16, which round to 1 in 256."""
 
 SLOTS = 4096
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
@@ -38,50 +30,6 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-LAYERS = TextConfig(
-    model_type="qwen3_5_text",
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    full_attention_interval=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=64,
-    linear_value_head_dim=32,
-    linear_conv_kernel_dim=4,
-    vocab_size=128,
-    rms_norm_eps=1e-6,
-    max_position_embeddings=128,
-    rope_parameters={
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "partial_rotary_factor": 0.25,
-        "mrope_section": [3, 3, 2],
-    },
-)
-"""Two layers in Qwen3.5's form, a recurrent one and one of attention."""
-
-
-@dataclass(frozen=True)
-class KernelFigure:
-    """What a kernel gave.
-
-    Attributes:
-        value: Its error, or the share of an array that it copies.
-        limit: The most that is right.
-        what: The value in words.
-        is_wrong: Whether a value beyond the limit means wrong results; else it is slow.
-    """
-
-    value: float
-    limit: float
-    what: str
-    is_wrong: bool = True
-
-
 def rotary_positions() -> KernelFigure:
     """Rotate queries by positions [B, L] and [3, B, L]; on Metal by one fused kernel, elsewhere by several."""
     rope, plain = _rope(), _rope()
@@ -89,9 +37,9 @@ def rotary_positions() -> KernelFigure:
     q, k = (mx.random.normal((2, heads, 5, 64), key=mx.random.key(heads)) for heads in (4, 2))
     own = mx.arange(10, dtype=mx.int32).reshape(2, 5) * 7
     axes = mx.stack([own, own // 2, own + 3])
-    errors = [_error(rope.apply_rotary(q, k, own)[0], _rotated(np.array(q), np.array(own)))]
-    errors += [_error(rope.apply_rotary(q, k, mx.broadcast_to(own, (3, 2, 5)))[0], rope.apply_rotary(q, k, own)[0])]
-    errors += [_error(rope.apply_rotary(q, k, axes)[i], plain.apply_rotary(q, k, axes)[i]) for i in (0, 1)]
+    errors = [error_of(rope.apply_rotary(q, k, own)[0], _rotated(np.array(q), np.array(own)))]
+    errors += [error_of(rope.apply_rotary(q, k, mx.broadcast_to(own, (3, 2, 5)))[0], rope.apply_rotary(q, k, own)[0])]
+    errors += [error_of(rope.apply_rotary(q, k, axes)[i], plain.apply_rotary(q, k, axes)[i]) for i in (0, 1)]
     return KernelFigure(max(errors), LIMIT, "fused" if rope.fused_apply else "not fused on this device")
 
 
@@ -115,7 +63,7 @@ def gated_delta_rule() -> KernelFigure:
         state = mx.random.normal((4, 4, 32, 32), key=mx.random.key(9))
         y, last = gated_delta.gated_delta_update(q, k, v, a, b, decay, bias, state=state)[:2]
         expected, states = _delta_rule(q, k, v, a, b, decay, bias, state)
-        errors += [_error(y, expected), _error(last, states[-1])]
+        errors += [error_of(y, expected), error_of(last, states[-1])]
     return KernelFigure(max(errors), LIMIT, f"{loader.device_kind()} kernels")
 
 
@@ -125,7 +73,11 @@ def gated_delta_states() -> KernelFigure:
     state = mx.random.normal((4, 4, 32, 32), key=mx.random.key(9))
     y, last, states = gated_delta.gated_delta_update_with_states(q, k, v, a, b, decay, bias, state)
     expected, expected_states = _delta_rule(q, k, v, a, b, decay, bias, state)
-    errors = [_error(y, expected), _error(last, expected_states[-1]), _error(states, np.stack(expected_states, 1))]
+    errors = [
+        error_of(y, expected),
+        error_of(last, expected_states[-1]),
+        error_of(states, np.stack(expected_states, 1)),
+    ]
     return KernelFigure(max(errors), LIMIT, f"{loader.device_kind()} kernels")
 
 
@@ -193,100 +145,20 @@ def few_rows_error(
     *layers, biased = layers
     x = mx.random.normal((num_rows, 1, size), key=mx.random.key(num_rows)).astype(dtype)
     to = mx.random.normal((num_rows, 1, num_outputs), key=mx.random.key(0)).astype(dtype)
-    first, second, third, other = (_exact(x) @ _exact_weight(layer).T for layer in (*layers, biased))
+    first, second, third, other = (float64_of(x) @ _exact_weight(layer).T for layer in (*layers, biased))
     norm = nn.RMSNorm(size)
     norm.weight = mx.random.normal((size,), key=mx.random.key(1)).astype(dtype)
-    normed = _exact(x) / np.sqrt((_exact(x) ** 2).mean(-1, keepdims=True) + norm.eps) * _exact(norm.weight)
+    normed = float64_of(x) / np.sqrt((float64_of(x) ** 2).mean(-1, keepdims=True) + norm.eps) * float64_of(norm.weight)
     gate, up = (normed @ _exact_weight(layer).T for layer in layers[:2])
     computed = {
-        "alone": (biased(x), other + _exact(biased.bias)),
+        "alone": (biased(x), other + float64_of(biased.bias)),
         "gated": (few_rows_cuda.gated(layers[0], layers[1], x), first / (1 + np.exp(-first)) * second),
-        "added": (few_rows_cuda.added(to, layers[0], x), _exact(to) + first),
+        "added": (few_rows_cuda.added(to, layers[0], x), float64_of(to) + first),
         "normed": (few_rows_cuda.products(layers[1:], x, norm)[0], up),
         "normed and gated": (few_rows_cuda.gated(layers[0], layers[1], x, norm), gate / (1 + np.exp(-gate)) * up),
     }
     several = zip(few_rows_cuda.products(layers, x), (first, second, third), strict=True)
-    return max(_error(got, expected) for got, expected in (*computed.values(), *several))
-
-
-def decoder_layers() -> KernelFigure:
-    """Compute five tokens of three rows by layers of Qwen3.5 in float32: at once, one by one, and as a verification.
-
-    On CUDA the steps and the verification have kernels of Orchard.
-    """
-    errors = []
-    for layer in _layers(mx.float32):
-        x = mx.random.normal((3, 5, 128), key=mx.random.key(2))
-        whole: Any = ArraysCache(2) if layer.is_linear else KVCache()
-        expected = _forward(layer, x, whole, 0, None if layer.is_linear else "causal")
-        (steps, rows), (verified, verifying) = _in_steps(layer, x), _verified(layer, x)
-        errors += [_error(steps, expected), _error(verified, expected)]
-        errors += [_error(got, of) for got, of in zip(verifying.state, rows.state, strict=True)]
-    return KernelFigure(max(errors), LIMIT, f"{loader.device_kind()} kernels")
-
-
-def same_bits() -> KernelFigure | str:
-    """Compute tokens by layers of Qwen3.5, in bfloat16 and in 4 bits, in every way that steps do: the same bits."""
-    if loader.device_kind() != "cuda":
-        return "Orchard's kernels of whole layers are for CUDA alone"
-    different = 0
-    quantized = _layers(mx.bfloat16)
-    for layer in quantized:
-        nn.quantize(layer, group_size=64, bits=4)
-    for layer in (*_layers(mx.bfloat16), *quantized):
-        x = mx.random.normal((3, 5, 128), key=mx.random.key(2)).astype(mx.bfloat16)
-        steps = _in_steps(layer, x)[0]
-        alone = mx.concatenate([_in_steps(layer, x[i : i + 1])[0] for i in range(3)])
-        different += sum(int((one != steps).sum()) for one in (alone, _verified(layer, x)[0]))
-    return KernelFigure(different, 0, "numbers that differ: rows alone and together, tokens verified and one by one")
-
-
-def _layers(dtype: mx.Dtype) -> list[Any]:
-    layers: list[Any] = [language.Qwen3_5DecoderLayer(LAYERS, index) for index in range(LAYERS.num_hidden_layers)]
-    for layer in layers:
-        layer.set_dtype(dtype)
-    return layers
-
-
-def _in_steps(layer: Any, x: mx.array) -> tuple[mx.array, Any]:
-    """Return the outputs for x [B, L, 128], one token after the other, and the cache."""
-    rows, steps = _no_tokens(layer, x), []
-    for t in range(x.shape[1]):
-        steps.append(_forward(layer, x[:, t : t + 1], rows, t))
-        mx.eval(rows.state)
-    return mx.concatenate(steps, axis=1), rows
-
-
-def _verified(layer: Any, x: mx.array) -> tuple[mx.array, Any]:
-    """Return the outputs for x [B, L, 128] as one verification of which all is kept, and the cache."""
-    rows = _no_tokens(layer, x)
-    rows.recording = True
-    y = _forward(layer, x, rows, 0)
-    rows.commit(mx.full(x.shape[0], x.shape[1], mx.int32))
-    return y, rows
-
-
-def _no_tokens(layer: Any, x: mx.array) -> Any:
-    """Return the layer's cache for the rows of x, without tokens."""
-    num_rows = x.shape[0]
-    if not layer.is_linear:
-        slots = mx.zeros((num_rows, 2, 8, 64), x.dtype)
-        return BatchKVLayer(slots, slots, Cursor(mx.zeros(num_rows, mx.int32), 8))
-    delta = layer.linear_attn
-    sizes = (delta.num_v_heads, delta.head_v_dim, delta.head_k_dim)
-    window = mx.zeros((num_rows, delta.conv_kernel_size - 1, delta.conv_dim), x.dtype)
-    return BatchRecurrentLayer([window, mx.zeros((num_rows, *sizes))])
-
-
-def _forward(layer: Any, x: mx.array, layer_cache: Any, start: int, mask: Any = None) -> mx.array:
-    """Return the layer's output for x [B, L, 128] behind `start` tokens. mask: None for that of the rows' cache."""
-    if layer.is_linear:
-        return layer(x, None, layer_cache)
-    positions = mx.broadcast_to(start + mx.arange(x.shape[1], dtype=mx.int32), (3, *x.shape[:2]))
-    if mask is None:
-        layer_cache.cursor.start = mx.full(x.shape[0], start, mx.int32)
-        mask = layer_cache.make_mask(x.shape[1])
-    return layer(x, mask, layer_cache, positions, layer.self_attn.rotary_emb(x, positions))
+    return max(error_of(got, expected) for got, expected in (*computed.values(), *several))
 
 
 def step_attention() -> KernelFigure | str:
@@ -301,19 +173,15 @@ def step_attention() -> KernelFigure | str:
         gates = mx.random.normal((4, length, heads * 2 * size), key=mx.random.key(3))
         cache = BatchKVLayer(keys, values, Cursor(starts, slots))
         got = step_attention_cuda.attend(queries, gates, cache, size**-0.5)
-        k, v = (np.repeat(_exact(one), heads // 2, axis=1) for one in (keys, values))
-        scores = np.einsum("blhd,bhsd->blhs", _exact(queries), k) * size**-0.5
+        k, v = (np.repeat(float64_of(one), heads // 2, axis=1) for one in (keys, values))
+        scores = np.einsum("blhd,bhsd->blhs", float64_of(queries), k) * size**-0.5
         own = np.array(starts)[:, None] + np.arange(length)
         scores[np.broadcast_to((np.arange(slots) > own[..., None])[:, :, None], scores.shape)] = -np.inf
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         seen = np.einsum("blhs,bhsd->blhd", weights / weights.sum(-1, keepdims=True), v)
-        gated = seen / (1 + np.exp(-_exact(gates).reshape(4, length, heads, 2, size)[:, :, :, 1]))
-        errors.append(_error(got, gated.reshape(got.shape)))
+        gated = seen / (1 + np.exp(-float64_of(gates).reshape(4, length, heads, 2, size)[:, :, :, 1]))
+        errors.append(error_of(got, gated.reshape(got.shape)))
     return KernelFigure(max(errors), LIMIT, "cuda kernels")
-
-
-def _exact(x: mx.array) -> np.ndarray:
-    return np.array(x.astype(mx.float32), np.float64)
 
 
 def quantized_head() -> KernelFigure:
@@ -344,7 +212,7 @@ def _head_error(quantization: dict[str, Any]) -> float:
     for num_rows, num_tokens in ((1, 1), (4, 1), (1, 4), (4, 4), (16, 1)):
         x = mx.random.normal((num_rows, num_tokens, 512), key=mx.random.key(1))
         exact = np.array(x, np.float64) @ np.array(weight.astype(mx.float32), np.float64).T
-        errors.append(_error(head(x), exact))
+        errors.append(error_of(head(x), exact))
     return max(errors)
 
 
@@ -365,24 +233,24 @@ def exact_verifier_head() -> KernelFigure | str:
         if (alone := verifier.quantized_linear(layers[0], x)) is None:
             return "the library's exact verifier declines affine quantization"
         for layer, verified in zip([layers[0], *layers], [alone, *verifier._linears(layers, x)], strict=True):
-            if (error := _error(verified, _product(layer, x))) > BFLOAT16_LIMIT:
+            if (error := error_of(verified, _product(layer, x))) > BFLOAT16_LIMIT:
                 return KernelFigure(error, BFLOAT16_LIMIT, f"against float64: {bits} bits, {num_tokens} tokens")
             single = [mx.concatenate([layer(x[i : i + 1, j : j + 1]) for j in range(num_tokens)], 1) for i in range(2)]
-            worst = max(worst, _error(verified, mx.concatenate(single)))
+            worst = max(worst, error_of(verified, mx.concatenate(single)))
     return KernelFigure(worst, 0.0, "against single tokens", is_wrong=False)
 
 
 def _product(layer: nn.QuantizedLinear, x: mx.array) -> np.ndarray:
     """Return what a quantized layer stands for, times x, in float64."""
-    return _exact(x) @ _exact_weight(layer).T
+    return float64_of(x) @ _exact_weight(layer).T
 
 
 def _exact_weight(layer: Any) -> np.ndarray:
     """Return what a linear layer stands for, in float64."""
     if not isinstance(layer, nn.QuantizedLinear):
-        return _exact(layer.weight)
+        return float64_of(layer.weight)
     scales, biases = layer.scales.astype(mx.float32), layer["biases"].astype(mx.float32)
-    return _exact(mx.dequantize(layer.weight, scales, biases, group_size=layer.group_size, bits=layer.bits))
+    return float64_of(mx.dequantize(layer.weight, scales, biases, group_size=layer.group_size, bits=layer.bits))
 
 
 def cache_write() -> KernelFigure:
@@ -445,10 +313,3 @@ KERNEL_CHECKS: dict[str, Callable[[], KernelFigure | str]] = {
     "cache write (put_along_axis)": cache_write,
     "cache of CUDA kernels": cached_kernels,
 }
-
-
-def _error(got: mx.array, expected: Any) -> float:
-    """Return the largest error, relative to the largest expected value."""
-    exact = np.array(expected.astype(mx.float32) if isinstance(expected, mx.array) else expected, np.float64)
-    difference = np.abs(np.array(got.astype(mx.float32)).astype(np.float64) - exact)
-    return float(difference.max() / np.abs(exact).max()) if np.isfinite(difference).all() else float("inf")

@@ -11,8 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.qwen3_5.language import Qwen3_5GatedDeltaNet
 
-from engine.worker.cuda_kernel import CudaKernel
-from engine.worker.patches import few_rows_cuda
+from engine.worker.cuda_kernel import CudaKernel, short
 from engine.worker.recurrent_layer import BatchRecurrentLayer
 
 MAX_TOKENS = 16
@@ -193,5 +192,5 @@ def _kernel(eps: float) -> CudaKernel:
         input_names=["qkv", "z", "b_gate", "a", "window", "state", "taps", "a_log", "dt_bias", "norm_weight"],
         output_names=["y", "windows", "states"],
         header=f"constexpr float EPS = {eps!r}f;",
-        source=few_rows_cuda.short(_SOURCE),
+        source=short(_SOURCE),
     )

@@ -15,9 +15,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from engine.worker.cuda_kernel import CudaKernel
+from engine.worker.cuda_kernel import CudaKernel, short
 from engine.worker.patches import few_rows_cuda
 from engine.worker.patches.few_rows_cuda import Weight
+from engine.worker.patches.few_rows_kernel import NAMES, header
 
 FEW_ROWS = 4
 """Up to this many rows a step is no slower with the library's product, where few_rows_cuda has none."""
@@ -68,7 +69,7 @@ def _is_cheap_to_expand(module: Any, dtype: mx.Dtype) -> bool:
 def _weight(module: Any, dtype: mx.Dtype) -> Weight | None:
     """Return the module's weight; None unless the kernel that expands weights is installed and has its form."""
     weight = Weight.of(module)
-    if weight is None or weight.dtype != dtype or dtype not in few_rows_cuda.NAMES or not few_rows_cuda.is_installed():
+    if weight is None or weight.dtype != dtype or dtype not in NAMES or not few_rows_cuda.is_installed():
         return None
     return weight
 
@@ -103,11 +104,11 @@ def expanded(module: Any, dtype: mx.Dtype) -> mx.array:
 @cache
 def _expansion(dtype: mx.Dtype) -> CudaKernel:
     return CudaKernel(
-        name=f"expanded_{few_rows_cuda.NAMES[dtype]}",
+        name=f"expanded_{NAMES[dtype]}",
         input_names=["w", "scales", "biases"],
         output_names=["y"],
-        header=few_rows_cuda.header(dtype),
-        source=few_rows_cuda.short(_EXPANSION),
+        header=header(dtype),
+        source=short(_EXPANSION),
     )
 
 

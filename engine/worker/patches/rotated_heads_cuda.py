@@ -10,8 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from engine.worker.cuda_kernel import CudaKernel
-from engine.worker.patches.few_rows_cuda import short
+from engine.worker.cuda_kernel import CudaKernel, short
 
 WARPS = 4
 """Warps per block; each computes one head of one token."""

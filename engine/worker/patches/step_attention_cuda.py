@@ -11,9 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from engine.worker.cuda_kernel import CudaKernel
+from engine.worker.cuda_kernel import CudaKernel, short
 from engine.worker.kv_cache import BatchKVLayer
-from engine.worker.patches.few_rows_cuda import short
 
 MAX_TOKENS = 16
 """More tokens per row than this are computed by the library's operations."""

@@ -14,7 +14,7 @@ from ray.serve.schema import (
     ServeDeploySchema,
 )
 
-from deployments.serve_run import config_file
+from deployments.serve_run import config_keys
 from deployments.serve_run.config_file import ConfigError, OrchardConfig, check_with_ray, read_config
 from engine.demo import DEMO_MODEL
 from tests.e2e.server import SHIPPED_CONFIG
@@ -349,11 +349,11 @@ def test_values_of_keys_of_ray_are_validated_by_ray(read: Callable[[str], Orchar
 @pytest.mark.parametrize(
     ("keys", "schema"),
     [
-        (config_file.TOP_KEYS, ServeDeploySchema),
-        (config_file.HTTP_KEYS, HTTPOptionsSchema),
-        (config_file.APPLICATION_KEYS, ServeApplicationSchema),
-        (config_file.DEPLOYMENT_KEYS, DeploymentSchema),
-        (config_file.LOGGING_KEYS, LoggingConfig),
+        (config_keys.TOP_KEYS, ServeDeploySchema),
+        (config_keys.HTTP_KEYS, HTTPOptionsSchema),
+        (config_keys.APPLICATION_KEYS, ServeApplicationSchema),
+        (config_keys.DEPLOYMENT_KEYS, DeploymentSchema),
+        (config_keys.LOGGING_KEYS, LoggingConfig),
     ],
 )
 def test_every_field_of_rays_schemas_is_either_known_or_refused(keys: dict[str, str | None], schema: Any):

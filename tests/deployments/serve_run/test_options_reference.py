@@ -14,7 +14,7 @@ from ray.serve.schema import HTTPOptionsSchema, LoggingConfig, ServeApplicationS
 
 from deployments.app import build_app
 from deployments.args import AppArgs
-from deployments.serve_run import config_file, options_reference
+from deployments.serve_run import config_keys, options_reference
 from deployments.serve_run.options_reference import REFERENCE, main, reference, sections_of_args
 from deployments.serve_run.serve_options import SERVE_SECTIONS, Option
 from engine.config import (
@@ -141,15 +141,15 @@ def test_documented_values_are_accepted_and_undocumented_values_are_refused(path
 @pytest.mark.parametrize(
     ("prefix", "keys", "schema"),
     [
-        ("", config_file.TOP_KEYS, ServeDeploySchema),
-        ("http_options.", config_file.HTTP_KEYS, HTTPOptionsSchema),
-        ("applications[].", config_file.APPLICATION_KEYS, ServeApplicationSchema),
-        ("applications[].deployments[].", config_file.DEPLOYMENT_KEYS, None),
-        ("logging_config.", config_file.LOGGING_KEYS, LoggingConfig),
+        ("", config_keys.TOP_KEYS, ServeDeploySchema),
+        ("http_options.", config_keys.HTTP_KEYS, HTTPOptionsSchema),
+        ("applications[].", config_keys.APPLICATION_KEYS, ServeApplicationSchema),
+        ("applications[].deployments[].", config_keys.DEPLOYMENT_KEYS, None),
+        ("logging_config.", config_keys.LOGGING_KEYS, LoggingConfig),
     ],
 )
 def test_the_options_of_serve_are_those_that_orchard_accepts_with_serves_defaults(
-    prefix: str, keys: config_file.Reasons, schema: type[BaseModel] | None
+    prefix: str, keys: config_keys.Reasons, schema: type[BaseModel] | None
 ):
     listed = {path.removeprefix(prefix) for path in OF_SERVE if re.fullmatch(re.escape(prefix) + r"\w+", path)}
     assert listed == {key for key, reason in keys.items() if reason is None}
@@ -165,7 +165,7 @@ def test_the_options_of_serve_are_those_that_orchard_accepts_with_serves_default
 def test_the_defaults_of_deployments_are_those_of_the_graph(key: str):
     shown = OF_SERVE[f"applications[].deployments[].{key}"].default
     graph = deployments_of(build_app(scoring()))
-    for name in config_file.PLANNERS if key == "max_ongoing_requests" else config_file.DEPLOYMENTS:
+    for name in config_keys.PLANNERS if key == "max_ongoing_requests" else config_keys.DEPLOYMENTS:
         assert default_for(name, shown) == getattr(graph[name]._deployment_config, key), name
 
 

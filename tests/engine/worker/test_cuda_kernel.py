@@ -14,7 +14,7 @@ import mlx.core as mx  # isort: skip
 import pytest
 
 from engine.worker import cuda_kernel
-from engine.worker.cuda_kernel import CudaKernel, code_path, kernel_name, std_hash, use_cache_folder
+from engine.worker.cuda_kernel import CudaKernel, code_path, kernel_name, short, std_hash, use_cache_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="CUDA is supported on Linux alone")
 
@@ -189,3 +189,7 @@ def test_a_folder_that_cannot_be_made_is_reported_and_costs_no_start(kernel, mon
     assert "MLX_PTX_CACHE_DIR" not in os.environ, "MLX uses its default"
     launch(kernel)
     assert len(kernel._launch.launches) == 1 and len(cuda_kernel.failures()) == 1
+
+
+def test_a_kernel_s_source_is_given_without_comments_and_indentation():
+    assert short("\n  // why\n    a = b;  // and how\n\n    c();\n") == "a = b;\nc();"

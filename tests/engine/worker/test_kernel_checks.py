@@ -11,7 +11,8 @@ from mlx_vlm.models.qwen3_5 import gated_delta
 from mlx_vlm.models.rope_utils import MRoPERotaryEmbedding
 
 from engine.worker import device_facts, kernel_checks, patches
-from engine.worker.kernel_checks import KERNEL_CHECKS, KernelFigure
+from engine.worker.kernel_checks import KERNEL_CHECKS
+from engine.worker.kernel_figure import KernelFigure
 from engine.worker.kv_cache import BatchKVLayer
 
 

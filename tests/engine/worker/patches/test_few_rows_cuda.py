@@ -16,7 +16,7 @@ import pytest
 
 from engine.worker.cuda_kernel import CudaKernel
 from engine.worker.kernel_checks import few_rows_error
-from engine.worker.patches import few_rows_cuda, quantized_cuda
+from engine.worker.patches import few_rows_cuda, few_rows_kernel, quantized_cuda
 from engine.worker.patches.few_rows_cuda import Weight
 from tests.support import cuda_on_cpu
 from tests.support.night import some_at_night
@@ -68,10 +68,6 @@ def test_what_several_layers_compute_without_the_kernel_is_what_they_compute_alo
     assert mx.array_equal(few_rows_cuda.added(to, gate, x), to + gate(x))
 
 
-def test_a_kernel_s_source_is_given_without_comments_and_indentation():
-    assert few_rows_cuda.short("\n  // why\n    a = b;  // and how\n\n    c();\n") == "a = b;\nc();"
-
-
 @pytest.fixture
 def on_cpu(monkeypatch, tmp_path):
     """The kernels of few_rows_cuda and quantized_cuda on a CPU, as they are installed on CUDA."""
@@ -82,7 +78,7 @@ def on_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(CudaKernel, "_cache", lambda *arguments: None)  # NVRTC is not here
     monkeypatch.setattr(nn.Linear, "__call__", few_rows_cuda.linear)
     monkeypatch.setattr(nn.QuantizedLinear, "__call__", quantized_cuda.linear)
-    caches = few_rows_cuda._kernel, quantized_cuda._expansion
+    caches = few_rows_kernel.kernel_of, quantized_cuda._expansion
     for cache in caches:
         cache.cache_clear()
     yield

@@ -14,7 +14,7 @@ from mlx_vlm.models.cache import ArraysCache, KVCache
 from mlx_vlm.models.qwen3_5 import language
 from mlx_vlm.models.rope_utils import apply_multimodal_rotary_pos_emb
 
-from engine.worker import kernel_checks
+from engine.worker.decoder_layer_checks import LAYERS
 from engine.worker.kv_cache import BatchKVLayer, Cursor
 from engine.worker.patches import (
     delta_layer_cuda,
@@ -64,7 +64,7 @@ def x() -> mx.array:
 
 
 def layer_of(index: int) -> Any:
-    layer = language.Qwen3_5DecoderLayer(kernel_checks.LAYERS, index)
+    layer = language.Qwen3_5DecoderLayer(LAYERS, index)
     mx.eval(layer.parameters())
     return layer
 
