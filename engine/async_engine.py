@@ -118,7 +118,7 @@ class AsyncEngine:
             Unavailable: The engine is not ready, draining, or short of memory.
         """
         arrived_s, core = time.monotonic(), self._admit(request)
-        request = core.budget.needs.clamp_max_tokens(request, core.pinned_bytes)
+        request = core.budget.needs.clamp_max_tokens(request, core.figures.pinned_bytes)
         key, stream = self._open.open(request)
         core.quoter.bookings.sent(request.request_id, key)
         compiling = asyncio.ensure_future(self._grammars.matchers(request, core.runner.vocab_size))
@@ -196,12 +196,12 @@ class AsyncEngine:
             num_running=core.scheduler.num_running,
             num_waiting=core.scheduler.num_waiting,
             max_context_tokens=core.runner.max_context_tokens,
-            memory=core.memory | {"image_pixels_bytes": self._open.num_pixel_bytes},
-            admission=core.admission,
-            queue=tuple(replace(one, request_id=request_id_of(one.request_id)) for one in core.queue),
+            memory=core.figures.memory | {"image_pixels_bytes": self._open.num_pixel_bytes},
+            admission=core.figures.admission,
+            queue=tuple(replace(one, request_id=request_id_of(one.request_id)) for one in core.figures.waiting),
             expected_wait_s=core.scheduler.expected_wait_s(),
             unavailable=self._unavailable,
-            speculation=core.speculation_status,
+            speculation=core.figures.speculation,
             capabilities=core.runner.capabilities,
             work=self._watchdog.work_in_hand(core),
             **counters,

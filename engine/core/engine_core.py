@@ -4,10 +4,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from engine import retry_after
 from engine.config import EngineConfig
+from engine.core.core_figures import CoreFigures
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import make_memory_budget
 from engine.core.memory.evictable import EvictableMemory
@@ -30,7 +30,6 @@ from engine.errors import InvalidRequest
 from engine.protocol import EngineRequest
 from engine.snapshot_store.files import SnapshotFiles
 from engine.snapshot_store.snapshot_client import SnapshotClient
-from engine.status import QueuedRequest
 
 log = logging.getLogger("orchard.engine")
 
@@ -58,8 +57,7 @@ class EngineCore:
         poll: Executes commands that have arrived meanwhile; called between two pieces of a step.
 
     Attributes:
-        memory, admission, queue, pinned_bytes, speculation_status: Figures, refreshed every FIGURES_PERIOD_S; readable
-            from any thread.
+        figures: Figures for the status, refreshed every FIGURES_PERIOD_S; readable from any thread.
         progress: The work in progress; readable from any thread.
         quoter: Predicts the seconds of requests that may be placed here; used by one thread, which need not be this.
         movable: The snapshots that other nodes may take over, and those that have come from them.
@@ -107,11 +105,9 @@ class EngineCore:
         is_caching = self.prefixes.off_reason is None
         self.movable = MovableSnapshots(self.prefixes, self._loads, runner.costs, self.costs)
         self.quoter = Quoter(config, clock, self.costs, self.budget.needs, self._loads, is_caching, peers is not None)
-        self.memory: dict[str, int] = self._memory()
-        self.speculation_status: dict[str, Any] = self._speculation.status()
-        self.queue: tuple[QueuedRequest, ...] = ()
-        self.admission: dict[str, int] = self.budget.status()
-        self.pinned_bytes = 0
+        self.figures = CoreFigures(
+            runner, self.prefixes, self.budget, self._evictable, self.scheduler.queue, self._speculation
+        )
         self._clock = clock
         self._figures_read_s = clock()
         self._decoded_s: float | None = None  # when the last decode step ended, unless something else came after it
@@ -197,21 +193,9 @@ class EngineCore:
             return
         self._figures_read_s = now
         self.prefixes.write_behind()
-        self.speculation_status = self._speculation.status()
-        self.queue, self.admission = self.scheduler.queue.status(self.budget.needs), self.budget.status()
-        self.pinned_bytes = self._evictable.pinned_bytes
-        try:
-            self.memory = self._memory()
-        except Exception:
-            log.exception("the memory figures could not be read")
+        self.figures.refresh()
         if not self.has_work:
             self.prefixes.check_integrity()
-
-    def _memory(self) -> dict[str, int]:
-        num_bytes = self.prefixes.store.num_bytes
-        max_bytes = self.prefixes.memory.max_bytes if self.prefixes.off_reason is None else 0
-        cache_bytes = {"prefix_cache_bytes": num_bytes, "prefix_cache_max_bytes": max_bytes}
-        return self.runner.memory() | cache_bytes
 
     def _release(self, released: ReleasedRows) -> None:
         """Snapshot preempted rows and complete answers, publish the errors of failed rows, and drop them all."""

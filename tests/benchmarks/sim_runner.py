@@ -681,7 +681,7 @@ class Simulation:
         )
         self._open[request_id], self._by_request[request_id] = (ask, then), ask
         self.runner.answers[request_id] = [*ask.answer, STOP]
-        self.core.add_request(self.core.budget.needs.clamp_max_tokens(request, self.core.pinned_bytes))
+        self.core.add_request(self.core.budget.needs.clamp_max_tokens(request, self.core.figures.pinned_bytes))
 
     def _published(self, chunks: Published) -> None:
         for row_id, chunk in chunks.items():

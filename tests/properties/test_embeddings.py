@@ -168,4 +168,4 @@ def test_an_embedding_that_does_not_fit_in_memory_is_refused(tiny):
     core = Driver(tiny).core
     core.budget.needs.limit_bytes = core.budget.costs.base_bytes + 1
     with pytest.raises(MemoryExceeded):
-        core.budget.needs.clamp_max_tokens(embedding_of("e", 64), core.pinned_bytes)
+        core.budget.needs.clamp_max_tokens(embedding_of("e", 64), core.figures.pinned_bytes)

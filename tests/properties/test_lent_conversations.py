@@ -109,7 +109,7 @@ class Conversations:
         ids = np.concatenate([ids, plain_tokens("generation", 3)]).astype(np.int32)
         sampling = SamplingParams(rng.choice([3, 17, 22]), temperature=rng.choice([0.0, 1.0]), seed=len(self.sent))
         request = EngineRequest(name, ids, sampling, (), boundaries=boundaries)
-        if self.driver.core.budget.needs.clamp_max_tokens(request, self.driver.core.pinned_bytes) != request:
+        if self.driver.core.budget.needs.clamp_max_tokens(request, self.driver.core.figures.pinned_bytes) != request:
             request = replace(request, token_ids=self.system, boundaries=())
         self.sent[name] = request
         self.open[name] = number

@@ -87,7 +87,7 @@ def test_a_request_that_fits_into_an_idle_engine_is_accepted_unchanged_and_answe
     """One row takes its prompt's cache over: it is not there twice."""
     engine = driver(20_000)
     whole = request("whole", 800, 60)
-    assert engine.core.budget.needs.clamp_max_tokens(whole, engine.core.pinned_bytes) == whole
+    assert engine.core.budget.needs.clamp_max_tokens(whole, engine.core.figures.pinned_bytes) == whole
     assert engine.run({0: [whole]})["whole"] == answer(whole)
 
 
@@ -101,7 +101,7 @@ def test_a_preempted_long_answer_fits_when_it_restarts():
     assert most > 49_000, "its rows, and 16 tokens that look at 1900"
     engine = driver(10_000 + most, costs, max_running=1, scheduler={"policy": "priority"})
     core = engine.core
-    assert core.budget.needs.clamp_max_tokens(long, core.pinned_bytes) == long
+    assert core.budget.needs.clamp_max_tokens(long, core.figures.pinned_bytes) == long
     tokens = engine.run({0: [long], 1800: [urgent]})
     assert core.stats.num_preempted == 1 and core.stats.num_failed == 0
     assert tokens == {"long": answer(long), "urgent": answer(urgent)}
@@ -116,7 +116,7 @@ def test_snapshots_and_image_features_are_both_evicted_where_neither_is_enough()
     missing = engine.core.budget.shortfall_bytes([Row(big)])
     assert (
         missing > max(snapshots, 6000)
-        and engine.core.budget.needs.clamp_max_tokens(big, engine.core.pinned_bytes) == big
+        and engine.core.budget.needs.clamp_max_tokens(big, engine.core.figures.pinned_bytes) == big
     )
     assert engine.run({0: [big]})["big"] == answer(big)
     assert engine.core.prefixes.store.num_bytes < snapshots and engine.core.runner.feature_bytes == 0

@@ -106,7 +106,7 @@ def test_memory_is_needed_for_the_answer_that_is_left_and_max_tokens_is_lowered_
     runner = FakeRunner()
     runner.costs = replace(runner.costs, token_bytes=2**20)
     core = Driver(runner, EngineConfig()).core
-    needs, pinned_bytes = core.budget.needs, core.pinned_bytes
+    needs, pinned_bytes = core.budget.needs, core.figures.pinned_bytes
     fitted = needs.clamp_max_tokens(request(max_tokens=5000), pinned_bytes).sampling.max_tokens
     assert 100 < fitted < 5000
     assert needs.clamp_max_tokens(after(request(max_tokens=5000), 100), pinned_bytes).sampling.max_tokens == fitted

@@ -69,7 +69,7 @@ def test_auto_speculation_keeps_drafting_where_drafts_pay():
     driver = Driver(runner, config("auto"), clock)
     driver.run({0: [request("r", 600)]})
     assert drafts(runner)[:4] == [3] * 4 and drafts(runner)[-20:] == [3] * 20
-    status = driver.core.speculation_status
+    status = driver.core.figures.speculation
     assert status["mtp"]["mode"] == "auto" and status["mtp"]["acceptance"] == 1.0
     assert status["step_ms"]["1"]["3"] == pytest.approx(13.0, rel=1e-2)
     assert driver.core.costs.step_s(1, Drafts(3)) == pytest.approx(0.013, rel=1e-2)
@@ -103,7 +103,7 @@ def test_a_slow_prefill_makes_the_chunks_smaller_while_rows_decode():
 
 def test_the_speculation_status_reports_why_there_is_no_head():
     driver = Driver(FakeRunner())
-    assert driver.core.speculation_status["mtp"]["reason"] == "the fake has none"
+    assert driver.core.figures.speculation["mtp"]["reason"] == "the fake has none"
 
 
 def test_drafts_are_counted_for_each_request_and_overall():

@@ -84,7 +84,7 @@ def test_answers_with_a_draft_model_are_those_without(runner_of, draft, sampling
     driver = Driver(runner, EngineConfig.model_validate(with_draft(draft, **NO_CACHE)))
     tokens = driver.run({0: batch[:1], 4: batch[1:]})
     assert tokens == {request.request_id: alone(runner, request) for request in requests(**sampling)}
-    status = driver.core.speculation_status
+    status = driver.core.figures.speculation
     drafted, accepted = status["draft_model"]["num_drafted"], status["draft_model"]["num_accepted"]
     assert drafted and (accepted == drafted if draft == "target" else accepted < drafted / 2)
     assert status["mtp"]["reason"] == "the configured draft_model drafts instead"
@@ -96,7 +96,7 @@ def test_draft_model_reads_the_prompts_of_a_burst_in_one_forward(runner_of):
     fix_prefill_costs(driver.core, 0.02, 1e-5)
     tokens = driver.run({0: requests()})
     assert tokens == {request.request_id: alone(runner, request) for request in requests()}
-    status = driver.core.speculation_status["draft_model"]
+    status = driver.core.figures.speculation["draft_model"]
     assert driver.core.stats.num_bursts == 1
     assert status["num_accepted"] == status["num_drafted"] > 0, "its state is that of each prompt"
 
@@ -109,7 +109,7 @@ def test_conversation_continues_from_the_prefix_cache_with_the_state_of_the_draf
     driver.run({0: [first]})
     assert driver.run({0: [second]})["second"] == alone(runner, second)
     assert driver.chunks["second"][0].num_cached > 0
-    status = driver.core.speculation_status["draft_model"]
+    status = driver.core.figures.speculation["draft_model"]
     assert status["num_accepted"] == status["num_drafted"] > 0, "the restored state is that of the whole prompt"
 
 
@@ -128,7 +128,7 @@ def test_draft_model_of_a_hybrid_with_a_head_of_its_own_changes_no_token():
     runner, (request, *_) = load_cold(config), requests()
     driver = Driver(runner, config)
     assert driver.run({0: [request]})[request.request_id] == alone(runner, request)
-    assert driver.core.speculation_status["draft_model"]["num_accepted"] > 0
+    assert driver.core.figures.speculation["draft_model"]["num_accepted"] > 0
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "presence_penalty": 0.5}], ids=["greedy", "sampled"])
@@ -139,7 +139,7 @@ def test_draft_model_changes_no_token_of_a_target_of_mamba2_layers(paths, sampli
     driver, (first, *others) = Driver(runner, config), requests(**sampling)
     tokens = driver.run({0: [first], 4: others})
     assert tokens == {request.request_id: alone(runner, request) for request in requests(**sampling)}
-    status = driver.core.speculation_status["draft_model"]
+    status = driver.core.figures.speculation["draft_model"]
     assert status["num_accepted"] < status["num_drafted"]
 
 
@@ -184,7 +184,7 @@ def test_draft_model_is_opened_as_a_model_is(tmp_path, paths, caplog):
     runner, batch = load_cold(settings), requests()
     driver = Driver(runner, EngineConfig.model_validate(with_draft(str(draft), **NO_CACHE)))
     driver.run({0: batch})
-    status = driver.core.speculation_status["draft_model"]
+    status = driver.core.figures.speculation["draft_model"]
     assert status["num_accepted"] == status["num_drafted"] > 0
     assert "was trained for 2048 tokens, the model takes 4096" in caplog.text
 

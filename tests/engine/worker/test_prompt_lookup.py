@@ -120,9 +120,9 @@ def test_answers_with_prompt_lookup_are_those_without(runner_of, model, sampling
     batch = requests(**sampling)
     driver = Driver(runner, EngineConfig.model_validate(LOOKUP))
     assert driver.run({0: batch[:1], 9: batch[1:]}) == expected
-    status = driver.core.speculation_status["prompt_lookup"]
+    status = driver.core.figures.speculation["prompt_lookup"]
     assert status["num_drafted"] > status["num_accepted"] > 0
-    assert driver.core.speculation_status["mtp"]["num_drafted"] == 0
+    assert driver.core.figures.speculation["mtp"]["num_drafted"] == 0
 
 
 def test_a_head_and_prompt_lookup_in_turn_change_no_token(runner_of):
@@ -133,7 +133,7 @@ def test_a_head_and_prompt_lookup_in_turn_change_no_token(runner_of):
     both = {"mtp": {"max_draft_tokens": 2, "max_rows": 2}, "prompt_lookup": {"max_draft_tokens": 8, "max_rows": 64}}
     driver = Driver(runner, EngineConfig.model_validate(both))
     assert driver.run({0: batch[:1], 5: batch[1:]}) == expected
-    assert all(driver.core.speculation_status[name]["num_accepted"] for name in ("mtp", "prompt_lookup"))
+    assert all(driver.core.figures.speculation[name]["num_accepted"] for name in ("mtp", "prompt_lookup"))
 
 
 def test_rows_decode_alone_where_nothing_repeats(runner_of):
@@ -142,4 +142,4 @@ def test_rows_decode_alone_where_nothing_repeats(runner_of):
     request = EngineRequest("r", ids, SamplingParams(40, temperature=1.0, seed=3, presence_penalty=2.0), ())
     driver = Driver(runner_of("hybrid"), EngineConfig.model_validate(LOOKUP))
     driver.run({0: [request]})
-    assert driver.core.speculation_status["prompt_lookup"]["num_rounds"] <= 4
+    assert driver.core.figures.speculation["prompt_lookup"]["num_rounds"] <= 4

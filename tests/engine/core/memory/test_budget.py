@@ -299,7 +299,7 @@ def test_the_headroom_is_kept_free():
 
 def test_max_tokens_is_lowered_to_what_fits_and_a_prompt_that_never_fits_is_refused_with_both_numbers():
     core = driver(budget=14_000).core
-    needs, pinned_bytes = core.budget.needs, core.pinned_bytes
+    needs, pinned_bytes = core.budget.needs, core.figures.pinned_bytes
     fits = request("fits")
     assert needs.clamp_max_tokens(fits, pinned_bytes) is fits
     fitted = needs.clamp_max_tokens(request("r", max_tokens=900), pinned_bytes)

@@ -431,4 +431,4 @@ def test_bytes_and_entries_of_the_status_add_up(runner):
         ("turn", 1, "memory"),
     ]
     assert {entry.tenant for entry in status.entries} != {"salt"}, "a salt is a secret"
-    assert driver.core.memory["prefix_cache_bytes"] == status.num_bytes <= status.max_bytes == 2**30
+    assert driver.core.figures.memory["prefix_cache_bytes"] == status.num_bytes <= status.max_bytes == 2**30

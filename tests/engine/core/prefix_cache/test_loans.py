@@ -908,7 +908,9 @@ class Traffic:
 
     def _add(self, name: str, one: Any) -> None:
         self.sent[name] = one
-        self.engine.core.add_request(self.engine.core.budget.needs.clamp_max_tokens(one, self.engine.core.pinned_bytes))
+        self.engine.core.add_request(
+            self.engine.core.budget.needs.clamp_max_tokens(one, self.engine.core.figures.pinned_bytes)
+        )
 
 
 def rng_index(rng: random.Random) -> int:
