@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.worker import square_towers
+from engine.worker.view_towers import DeepseekOCRTower
 from engine.worker.vision_tower import Grid, TowerState, VisionTower, filled_frames, frame_bounds, frames, square_grids
 
 
@@ -224,6 +225,7 @@ class Mistral3Tower(PixtralTower):
 
 
 TOWERS: dict[str, type[VisionTower]] = {
+    "deepseekocr": DeepseekOCRTower,
     "dots_ocr": DotsTower,
     "gemma3": square_towers.Gemma3Tower,
     "glm4v": GlmTower,
