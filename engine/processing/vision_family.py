@@ -202,13 +202,14 @@ DEEPSEEK_OCR_TOWERS: dict[str, Any] = {
     "image_size": 1024,
     "mlp_ratio": 3.7362,
     "model_name": "deeplip_b_l",
+    "layer_norm_eps": 1e-5,
     "width.clip-l-14-224": {"heads": 16, "image_size": 224, "layers": 24, "patch_size": 14, "width": 1024},
     "width.sam_vit_b": {
         **{"downsample_channels": [512, 1024], "global_attn_indexes": [2, 5, 8, 11]},
         **{"heads": 12, "layers": 12, "width": 768},
     },
 }
-"""Fields of the published vision_config, none of which the library reads: it builds the towers of these sizes."""
+"""Fields of the published vision_config, and the epsilon of the towers, which are always built like this."""
 
 HALF = {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3}
 
