@@ -55,17 +55,32 @@ def features(family: SightedFamily, module: Any) -> list[mx.array]:
     return view_features(module, arrays)
 
 
-@pytest.mark.parametrize("num_blocks", [1, 100])
-def test_features_of_tiles_are_bit_for_bit_those_of_the_library(model_dir, module, images, features, num_blocks):
-    """num_blocks: of the tower, in each piece."""
+def test_features_of_tiles_are_bit_for_bit_those_of_the_library(family, model_dir, module, images, features):
+    """Block by block, with everything between two blocks evaluated."""
     assert [one.tiles for one in images] == [(1, 2), (4, 1), (0, 0)]
-    vision = VisionEncoder(make_tower(module, module.config.model_type), ImagePreprocessor(model_dir).normalization, 0)
+    vision = VisionEncoder(
+        make_tower(module, family.config["model_type"]), ImagePreprocessor(model_dir).normalization, 0
+    )
     for one, expected in zip(images, features, strict=True):
         encoding = vision.begin(one)
         while encoding.features is None:
-            vision.advance(encoding, num_blocks)
+            vision.advance(encoding, 1)
         assert encoding.features.shape == expected.shape
         assert mx.array_equal(encoding.features, expected).item()
+
+
+def test_features_in_bfloat16_are_those_of_the_library_too(family, model_dir, images):
+    """As with published checkpoints, for which the library's processor rounds the pixels."""
+    with small_towers():
+        module: Any = load_model(model_dir)
+    module.set_dtype(mx.bfloat16)
+    arrays = {name: mx.array(value) for name, value in family.pixels([WIDE]).items()}
+    views = {name: arrays[name].astype(mx.bfloat16) for name in ("squares", "tiles")}
+    vision = VisionEncoder(
+        make_tower(module, family.config["model_type"]), ImagePreprocessor(model_dir).normalization, 0
+    )
+    ours, [expected] = vision.encode(images[0]), view_features(module, {**arrays, **views})
+    assert ours.dtype == mx.bfloat16 and mx.array_equal(ours, expected).item()
 
 
 def test_prompt_with_tiles_gets_the_tokens_of_the_library(family, model_dir, module, images):
