@@ -11,10 +11,11 @@ from engine.processing.row_grid import RowGrid
 from engine.processing.split_grid import SplitGrid
 from engine.processing.square_grid import SquareGrid
 from engine.processing.tile_grid import TileGrid
+from engine.processing.view_grid import ViewGrid
 
 KINDS: dict[str, type[ImageGrid]] = {
     kind.__name__: kind
-    for kind in (AnyresGrid, PanGrid, PatchGrid, RasterGrid, RowGrid, SplitGrid, SquareGrid, TileGrid)
+    for kind in (AnyresGrid, PanGrid, PatchGrid, RasterGrid, RowGrid, SplitGrid, SquareGrid, TileGrid, ViewGrid)
 }
 
 

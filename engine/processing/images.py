@@ -28,6 +28,7 @@ from engine.processing.split_grid import SplitGrid
 from engine.processing.square_grid import SquareGrid
 from engine.processing.tile_grid import TileGrid
 from engine.processing.video_grid import VideoGrid
+from engine.processing.view_grid import DEEPSEEK_OCR, DEEPSEEK_OCR_2, ViewGrid
 from engine.processing.vision_family import vision_family
 from engine.protocol import ImagePatches
 
@@ -111,7 +112,7 @@ def normalize(patches: np.ndarray, normalization: PatchNormalization) -> np.ndar
     """
     mean = np.asarray(normalization.mean, dtype=np.float32)[:, None, None]
     std = np.asarray(normalization.std, dtype=np.float32)[:, None, None]
-    scaled = (patches.astype(np.float32) * np.float32(normalization.rescale) - mean) / std
+    scaled = (normalization.rescaled(patches.astype(np.float32)) - mean) / std
     repeated = np.repeat(scaled[:, :, None], normalization.temporal_patch_size, axis=2)
     return repeated.reshape(len(patches), -1)
 
@@ -308,6 +309,22 @@ def _anyres_grid(
     )
 
 
+def _deepseek_ocr_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> ViewGrid:
+    red, green, blue = (int(value * 255) for value in settings["image_mean"])
+    is_second = config["model_type"] == "deepseekocr_2"
+    sides = DEEPSEEK_OCR_2 if is_second else DEEPSEEK_OCR
+    return ViewGrid(
+        patch_size=int(settings["patch_size"]),
+        merge_size=int(settings["downsample_ratio"]),
+        resample=int(settings["resample"]),
+        side=sides.square,
+        tile_side=sides.tile,
+        max_tiles=sides.max_tiles,
+        padding=(red, green, blue),
+        has_ends=not is_second,
+    )
+
+
 def _tower_patches(config: Mapping[str, Any], side: int) -> tuple[int, int]:
     """Return the pixels per side of the vision tower's patches and images. Raises ValueError if `side` is not those."""
     sizes = (config["vision_config"][key] for key in ("patch_size", "image_size"))
@@ -331,5 +348,7 @@ GRIDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageGrid]] = 
     "llava_siglip": _llava_siglip_grid,
     "llava_next": _llava_next_grid,
     "llava_onevision": _llava_onevision_grid,
+    "deepseek_ocr": _deepseek_ocr_grid,
+    "deepseek_ocr_2": _deepseek_ocr_grid,
 }
 """By family: builds the grid from the image processor's settings and config.json."""

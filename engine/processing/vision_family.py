@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from engine.processing import deepseek_ocr
 from engine.protocol import ImagePatches
 
+PROCESSOR_KEYS = ("image_processor_type", "feature_extractor_type", "processor_class")
+"""Keys under which a configuration may name the class of the image processor, the first one first."""
 QWEN_PROCESSORS = frozenset(
     f"Qwen{generation}VLImageProcessor{backend}" for generation in ("2", "2_5", "3") for backend in ("", "Fast", "Pil")
 )
@@ -71,8 +74,11 @@ class VisionFamily:
     """Those of model_types that read videos as groups of frames with their times."""
     unsupported_settings: tuple[str, ...] = ()
     """Settings of the image processor that must be off."""
+    setting_values: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the image processor that may be missing, and the value that they must have otherwise."""
     config_values: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of config.json that may be missing, and the value that they must have otherwise."""
+    """Keys of config.json that may be missing, and the value that they must have otherwise; keys of its parts have dots
+    between them."""
     required_values: Mapping[str, Any] = field(default_factory=dict)
     """Keys that config.json must have, and their value."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -91,18 +97,14 @@ class VisionFamily:
         """
         if not isinstance(vision := config.get("vision_config"), dict):
             return "config.json has no vision_config"
-        name = processor.get("image_processor_type", processor.get("feature_extractor_type"))
+        names = (processor.get(key) for key in PROCESSOR_KEYS)
+        name = next((name for name in names if name is not None), None)
         if name not in self.processors:
             return f"the image processor is {name}; supported are {', '.join(sorted(self.processors))}"
         if self.image_token is not None and image_token_id(config) is None:
             return f"config.json has no image_token_index, and the tokenizer no token {self.image_token}"
-        for key in self.unsupported_settings:
-            if processor.get(key):
-                return f"the image processor has {key}: {processor[key]!r}, which is not supported"
-        missing_too = {key: config.get(key, value) for key, value in self.config_values.items()}
-        for key, supported in {**self.config_values, **self.required_values}.items():
-            if (value := missing_too.get(key, config.get(key))) != supported:
-                return f"config.json has {key}: {value!r}; supported is {supported!r}"
+        if (reason := self._wrong_value(config, processor)) is not None:
+            return reason
         if self.towers and (tower := vision.get("model_type")) not in self.towers:
             return f"the vision tower is {tower}; supported are {', '.join(sorted(self.towers))}"
         if not isinstance(config.get("vision_feature_layer", 0), int):
@@ -110,6 +112,18 @@ class VisionFamily:
         model_type = str(config.get("model_type"))
         if vision.get("deepstack_visual_indexes") and model_type not in self.deepstack:
             return f"the language model of {model_type} takes no deepstack features"
+        return None
+
+    def _wrong_value(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> str | None:
+        for key in self.unsupported_settings:
+            if processor.get(key):
+                return f"the image processor has {key}: {processor[key]!r}, which is not supported"
+        for key, supported in self.setting_values.items():
+            if (value := processor.get(key, supported)) != supported:
+                return f"the image processor has {key}: {value!r}; supported is {supported!r}"
+        for key, supported in {**self.config_values, **self.required_values}.items():
+            if (value := _at(config, key, self.config_values.get(key))) != supported:
+                return f"config.json has {key}: {value!r}; supported is {supported!r}"
         return None
 
 
@@ -342,6 +356,29 @@ LLAVA_ONEVISION = VisionFamily(
     },
 )
 
+DEEPSEEK_OCR = VisionFamily(
+    name="deepseek_ocr",
+    model_types=frozenset(("deepseekocr",)),
+    processors=frozenset(("DeepseekOCRProcessor", "DeepseekVLV2Processor")),
+    placeholder=one_run,
+    image_token="<image>",
+    in_text=lambda strings: f"{strings.image}\n",
+    setting_values=deepseek_ocr.SETTINGS,
+    config_values=deepseek_ocr.CONFIG,
+    defaults={
+        **HALF,
+        **{"patch_size": 16, "downsample_ratio": 4, "resample": 3, "temporal_patch_size": 1, "rescale_divisor": 255},
+    },
+)
+DEEPSEEK_OCR_2 = replace(
+    DEEPSEEK_OCR,
+    name="deepseek_ocr_2",
+    model_types=frozenset(("deepseekocr_2",)),
+    processors=frozenset(("DeepseekOCR2Processor", "DeepseekVLV2Processor")),
+    setting_values=deepseek_ocr.SETTINGS_2,
+    config_values=deepseek_ocr.CONFIG_2,
+)
+
 FAMILIES = (
     QWEN_VL,
     GLM_V,
@@ -356,6 +393,8 @@ FAMILIES = (
     LLAVA_SIGLIP,
     LLAVA_NEXT,
     LLAVA_ONEVISION,
+    DEEPSEEK_OCR,
+    DEEPSEEK_OCR_2,
 )
 
 
@@ -365,6 +404,16 @@ def vision_family(config: Mapping[str, Any]) -> VisionFamily | None:
     vision = config.get("vision_config")
     tower = vision.get("model_type") if isinstance(vision, dict) else None
     return next((family for family in found if tower in family.towers), found[0] if found else None)
+
+
+def _at(config: Mapping[str, Any], path: str, default: Any) -> Any:
+    """Return the value under keys with dots between them, the default if one is missing."""
+    value: Any = config
+    for key in path.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return default
+        value = value[key]
+    return value
 
 
 def image_token_id(config: Mapping[str, Any]) -> int | None:

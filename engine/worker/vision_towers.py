@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.worker import square_towers
+from engine.worker.view_towers import DeepseekOCR2Tower, DeepseekOCRTower
 from engine.worker.vision_tower import Grid, TowerState, VisionTower, filled_frames, frame_bounds, frames, square_grids
 
 
@@ -224,6 +225,8 @@ class Mistral3Tower(PixtralTower):
 
 
 TOWERS: dict[str, type[VisionTower]] = {
+    "deepseekocr": DeepseekOCRTower,
+    "deepseekocr_2": DeepseekOCR2Tower,
     "dots_ocr": DotsTower,
     "gemma3": square_towers.Gemma3Tower,
     "glm4v": GlmTower,
