@@ -14,6 +14,7 @@ import huggingface_hub.errors  # which the package would load only at a use by n
 
 from engine.demo import DEMO_MODEL
 from engine.errors import EngineFailed
+from engine.processing.reference_config import text_section
 from engine.processing.vision_family import image_token_id, vision_family
 from engine.smollm2 import SMOLLM2, is_made, smollm2_checkpoint, smollm2_directory
 
@@ -173,12 +174,25 @@ def _keys(value: Any) -> Iterator[str]:
 
 
 def vocab_size(config: dict[str, Any]) -> int:
-    """Return the number of rows of the embedding; every token id is below it. Raises EngineFailed."""
+    """Return the number of logits; every token id of an answer is below it. Raises EngineFailed."""
     for section in (config.get("text_config"), config):
         size = section.get("vocab_size") if isinstance(section, dict) else None
         if isinstance(size, int) and size > 0:
             return size
     raise EngineFailed("config.json: vocab_size is missing or not a positive integer")
+
+
+def num_embeddings(config: dict[str, Any]) -> int:
+    """Return the number of rows of the embedding; every token id of a prompt is below it. Raises EngineFailed.
+
+    Molmo2 has further embeddings, of tokens around images, which its output layer lacks.
+    """
+    size = vocab_size(config)
+    return size + int(text_section(config).get("additional_vocab_size", 128)) if _is_molmo2(config) else size
+
+
+def _is_molmo2(config: dict[str, Any]) -> bool:
+    return config.get("model_type") == "molmo2"
 
 
 def media_kinds(model_dir: Path, config: dict[str, Any]) -> frozenset[str]:
