@@ -143,7 +143,8 @@ class ImagePatches:
     num_tokens: int  # Image tokens in the prompt.
     content_hash: str  # Hex digest of mode, size, padding and pixels after resizing.
     tiles: tuple[int, int] = (0, 0)  # Tiles along height and width; (0, 0) for an image in one piece.
-    unpadded: tuple[int, int] = (0, 0)  # Patches of all tiles without padding, likewise; (0, 0) where none is padded.
+    unpadded: tuple[int, int] = (0, 0)
+    """Patches of all tiles without padding, or without those in which they overlap, likewise; else (0, 0)."""
     frame: FrameOfVideo | None = None  # None for an image.
 
     def without_pixels(self) -> "ImagePatches":

@@ -124,9 +124,10 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """Read config.json of a checkpoint, completed under the library's names as InternVL's own repositories need it.
+    """Read config.json of a checkpoint, completed under the names that other repositories use.
 
-    These have an `llm_config`, and their image token is known by its name alone.
+    InternVL's own repositories have an `llm_config`, and their image token is known by its name alone. Molmo2's have
+    an `image_patch_id`, and the two parts of the vision tower at the top, where the library looks for them too.
 
     Raises:
         EngineFailed: The file is missing or broken.
@@ -134,6 +135,10 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     config = read_json(model_dir / "config.json")
     if "llm_config" in config and "text_config" not in config:
         config["text_config"] = config.pop("llm_config")
+    if _is_molmo2(config):
+        config["image_token_id"] = config.get("image_patch_id")
+        if "vit_config" in config and not config.get("vision_config"):
+            config["vision_config"] = {key: config.get(key, {}) for key in ("vit_config", "adapter_config")}
     family = vision_family(config)
     if family is not None and family.image_token is not None and image_token_id(config) is None:
         token_id = _added_token_id(model_dir, family.image_token)

@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 from engine.processing.anyres_grid import AnyresGrid
 from engine.processing.image_grid import ImageGrid
+from engine.processing.overlap_grid import OverlapGrid
 from engine.processing.pan_grid import PanGrid
 from engine.processing.patch_grid import PatchGrid, RasterGrid
 from engine.processing.row_grid import RowGrid
@@ -14,7 +15,7 @@ from engine.processing.tile_grid import TileGrid
 
 KINDS: dict[str, type[ImageGrid]] = {
     kind.__name__: kind
-    for kind in (AnyresGrid, PanGrid, PatchGrid, RasterGrid, RowGrid, SplitGrid, SquareGrid, TileGrid)
+    for kind in (AnyresGrid, OverlapGrid, PanGrid, PatchGrid, RasterGrid, RowGrid, SplitGrid, SquareGrid, TileGrid)
 }
 
 

@@ -20,6 +20,7 @@ from engine.processing.checkpoint import (
 )
 from engine.processing.image_file import ImageFile, ImageRefused, check_sides
 from engine.processing.image_grid import CutImage, ImageGrid
+from engine.processing.overlap_grid import POOL, OverlapGrid
 from engine.processing.pan_grid import PanGrid
 from engine.processing.patch_grid import PatchGrid, RasterGrid
 from engine.processing.patch_normalization import PatchNormalization
@@ -308,6 +309,30 @@ def _anyres_grid(
     )
 
 
+def _molmo2_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> OverlapGrid:
+    tower, size = config["vision_config"]["vit_config"], settings["size"]
+    sizes = {"patch_size": tower.get("image_patch_size", 14), "image_size": tower.get("image_default_input_size", 378)}
+    patch_size, side = _tower_patches({"vision_config": sizes}, size["height"])
+    margin, *others = settings["overlap_margins"]
+    if (given := (size["width"], settings["patch_size"], others)) != (expected := (side, patch_size, [margin])):
+        raise ValueError(f"width, patch_size and second overlap margin are {given}; supported are {expected}")
+    most = (side // patch_size - 1) // 2
+    if not 1 <= margin <= most:
+        raise ValueError(f"overlap_margins are {margin} patches; supported are 1 to {most}")
+    if (pooling := list(settings["pooling_size"])) != [POOL, POOL]:
+        raise ValueError(f"pooling_size is {pooling}; supported is {[POOL, POOL]}")
+    if (max_crops := int(settings["max_crops"])) < 1:
+        raise ValueError(f"max_crops is {max_crops}; it must be at least 1")
+    return OverlapGrid(
+        patch_size=patch_size,
+        merge_size=POOL,
+        resample=int(settings["resample"]),
+        side=side,
+        margin=int(margin),
+        max_crops=max_crops,
+    )
+
+
 def _tower_patches(config: Mapping[str, Any], side: int) -> tuple[int, int]:
     """Return the pixels per side of the vision tower's patches and images. Raises ValueError if `side` is not those."""
     sizes = (config["vision_config"][key] for key in ("patch_size", "image_size"))
@@ -331,5 +356,6 @@ GRIDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageGrid]] = 
     "llava_siglip": _llava_siglip_grid,
     "llava_next": _llava_next_grid,
     "llava_onevision": _llava_onevision_grid,
+    "molmo2": _molmo2_grid,
 }
 """By family: builds the grid from the image processor's settings and config.json."""

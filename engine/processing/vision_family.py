@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.processing.overlap_grid import row_lengths
 from engine.protocol import ImagePatches
 
 QWEN_PROCESSORS = frozenset(
@@ -71,6 +72,8 @@ class VisionFamily:
     """Those of model_types that read videos as groups of frames with their times."""
     unsupported_settings: tuple[str, ...] = ()
     """Settings of the image processor that must be off."""
+    required_keys: tuple[str, ...] = ()
+    """Keys of config.json that must not be missing; here and below `a.b` is the key `b` of the object under `a`."""
     config_values: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json that may be missing, and the value that they must have otherwise."""
     required_values: Mapping[str, Any] = field(default_factory=dict)
@@ -99,9 +102,10 @@ class VisionFamily:
         for key in self.unsupported_settings:
             if processor.get(key):
                 return f"the image processor has {key}: {processor[key]!r}, which is not supported"
-        missing_too = {key: config.get(key, value) for key, value in self.config_values.items()}
+        if missing := [key for key in self.required_keys if _value(config, key, None) is None]:
+            return f"config.json has no {missing[0]}"
         for key, supported in {**self.config_values, **self.required_values}.items():
-            if (value := missing_too.get(key, config.get(key))) != supported:
+            if (value := _value(config, key, self.config_values.get(key))) != supported:
                 return f"config.json has {key}: {value!r}; supported is {supported!r}"
         if self.towers and (tower := vision.get("model_type")) not in self.towers:
             return f"the vision tower is {tower}; supported are {', '.join(sorted(self.towers))}"
@@ -111,6 +115,14 @@ class VisionFamily:
         if vision.get("deepstack_visual_indexes") and model_type not in self.deepstack:
             return f"the language model of {model_type} takes no deepstack features"
         return None
+
+
+def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
+    *sections, name = key.split(".")
+    for section in sections:
+        found = config.get(section)
+        config = found if isinstance(found, Mapping) else {}
+    return config.get(name, default)
 
 
 def in_frames(images: Sequence[ImagePatches], strings: SpecialStrings) -> ImagePlaceholder:
@@ -178,6 +190,20 @@ def _in_tiles(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
 def _in_internvl(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
     begin, end = strings.named("start_image_token", "<img>"), strings.named("end_image_token", "</img>")
     return ImagePlaceholder(f"{begin}{strings.image}{end}", (image.num_tokens,))
+
+
+def _in_crops(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    """One run per row of the square of the whole image, then one per row of its crops together, as Molmo2 has it.
+
+    The settings are those of processor_config.json, which mlx_vlm does not read, as transformers does.
+    """
+    runs, side = row_lengths(image.grid_thw[1], image.unpadded), -(-image.grid_thw[1] // 2)
+    given = strings.config.get
+    ends, ends_whole = given("image_use_col_tokens", True), given("use_single_crop_col_tokens")
+    row, whole = (strings.image + "<im_col>" * bool(one) for one in (ends, ends if ends_whole is None else ends_whole))
+    begin = "<low_res_im_start>" if given("use_single_crop_start_token", True) else "<im_start>"
+    text = f"{begin}{whole * side}<im_end><im_start>{row * (len(runs) - side)}<im_end>"
+    return ImagePlaceholder(text, runs)
 
 
 def _named(*stems: str) -> frozenset[str]:
@@ -341,6 +367,28 @@ LLAVA_ONEVISION = VisionFamily(
         "temporal_patch_size": 1,
     },
 )
+MOLMO2 = VisionFamily(
+    name="molmo2",
+    model_types=frozenset(("molmo2",)),
+    processors=_named("Molmo2"),
+    placeholder=_in_crops,
+    marker=lambda strings: "<|image|>",
+    required_keys=("image_patch_id", "vision_config.vit_config", "vision_config.adapter_config.pooling_attention_mask"),
+    config_values={
+        "vision_config.vit_config.hidden_act": "gelu_pytorch_tanh",
+        "vision_config.adapter_config.hidden_act": "silu",
+    },
+    defaults={
+        **HALF,
+        "size": {"height": 378, "width": 378},
+        "patch_size": 14,
+        "max_crops": 8,
+        "overlap_margins": [4, 4],
+        "pooling_size": [2, 2],
+        "resample": 2,
+        "temporal_patch_size": 1,
+    },
+)
 
 FAMILIES = (
     QWEN_VL,
@@ -356,6 +404,7 @@ FAMILIES = (
     LLAVA_SIGLIP,
     LLAVA_NEXT,
     LLAVA_ONEVISION,
+    MOLMO2,
 )
 
 

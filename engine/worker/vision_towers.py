@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.worker import square_towers
+from engine.worker.molmo2_tower import Molmo2Tower
 from engine.worker.vision_tower import Grid, TowerState, VisionTower, filled_frames, frame_bounds, frames, square_grids
 
 
@@ -236,6 +237,7 @@ TOWERS: dict[str, type[VisionTower]] = {
     "llava_next": square_towers.LlavaNextTower,
     "llava_onevision": square_towers.OnevisionTower,
     "mistral3": Mistral3Tower,
+    "molmo2": Molmo2Tower,
     "paddleocr_vl": PaddleOCRTower,
     "pixtral": PixtralTower,
     "smolvlm": square_towers.Idefics3Tower,

@@ -23,6 +23,7 @@ from tests.support.families.family import (
     text,
 )
 from tests.support.families.vision import VISION_FAMILIES
+from tests.support.molmo2_family import MOLMO2
 from tests.support.sighted_family import (
     IDS,
     IMAGE_SIZE,
@@ -238,6 +239,7 @@ SIGHTED: dict[str, SightedFamily] = {
     "llava_next": LLAVA_NEXT,
     "llava_onevision": ONEVISION,
     "mistral3": rows("mistral3", text("ministral3", WINDOWS, rope_parameters=SCALED_QUERIES), 2, seed=3),
+    "molmo2": MOLMO2,
     "idefics3": idefics3("idefics3", text("llama"), seed=8),
     "smolvlm": idefics3("smolvlm", text("llama"), seed=8),
     "internvl": INTERNVL,
@@ -280,6 +282,11 @@ IN_WORDS: dict[str, tuple[str, str, str]] = {
         "tiles of the padded image behind a square of the whole",
         "one",
         "one run, with a token at the end of each row of the tiles",
+    ),
+    "molmo2": (
+        "overlapping crops of the enlarged image behind a square of the whole",
+        "one",
+        "one run per row, of the square and then of all crops together",
     ),
     "llava_siglip": ("one square", "one", "one run of as many tokens for every image"),
 }

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from engine.worker.patches import families
 from tests.support.families.family import VOCAB_SIZE
 from tests.support.sighted_family import SPECIAL_TOKENS, Pixels, SightedFamily
 from tests.support.zoo import Greedy, drawn, empty_cache, greedy, new_module
@@ -46,6 +47,7 @@ TEXT_TEMPLATE = """\
 
 def make(out: Path, family: SightedFamily) -> Path:
     """Write the family's checkpoint in float32, with tokenizer and image processor; return its directory."""
+    families.correct()
     module, rng = new_module(family.config), np.random.default_rng(family.seed)
     parameters: Any = tree_flatten(module.parameters())
     module.update(tree_unflatten([(key, drawn(rng, key, value)) for key, value in sorted(parameters)]))
