@@ -1,48 +1,26 @@
-"""VisionFamily: the models whose images are supported, and the text that stands for an image in their prompts."""
+"""VisionFamily: the models whose images are supported, and the configurations of theirs that are accepted."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.processing.overlap_grid import row_lengths
+from engine.processing.image_placeholder import (
+    ImagePlaceholder,
+    SpecialStrings,
+    gemma3_begin,
+    in_crops,
+    in_gemma3,
+    in_internvl,
+    in_rows,
+    in_tiles,
+    one_run,
+)
 from engine.protocol import ImagePatches
 
 QWEN_PROCESSORS = frozenset(
     f"Qwen{generation}VLImageProcessor{backend}" for generation in ("2", "2_5", "3") for backend in ("", "Fast", "Pil")
 )
 """Class names of the Qwen2-VL image processor; those of later generations are mlx-vlm's, in converted checkpoints."""
-
-
-@dataclass(frozen=True)
-class ImagePlaceholder:
-    """What stands for one image in a prompt."""
-
-    text: str
-    """Text with one image token per run of image tokens, and the strings around and between the runs."""
-    runs: tuple[int, ...]
-    """Image tokens of each run."""
-
-    @property
-    def num_repeated(self) -> int:
-        """Image tokens that the text does not have yet."""
-        return sum(self.runs) - len(self.runs)
-
-
-@dataclass(frozen=True)
-class SpecialStrings:
-    """The strings of a checkpoint's tokenizer that placeholders are made of."""
-
-    image: str
-    """The image token."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """config.json, processor_config.json and tokenizer_config.json in one, the first one's keys first."""
-
-    def named(self, key: str, default: str) -> str:
-        """Return the string under a key of the configuration files."""
-        value = self.config.get(key)
-        value = value.get("content") if isinstance(value, Mapping) else value
-        return value if isinstance(value, str) else default
 
 
 @dataclass(frozen=True)
@@ -73,7 +51,7 @@ class VisionFamily:
     unsupported_settings: tuple[str, ...] = ()
     """Settings of the image processor that must be off."""
     required_keys: tuple[str, ...] = ()
-    """Keys of config.json that must not be missing; here and below `a.b` is the key `b` of the object under `a`."""
+    """Keys of config.json that must not be missing; keys of its parts have dots between them, here and below."""
     config_values: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json that may be missing, and the value that they must have otherwise."""
     required_values: Mapping[str, Any] = field(default_factory=dict)
@@ -102,10 +80,10 @@ class VisionFamily:
         for key in self.unsupported_settings:
             if processor.get(key):
                 return f"the image processor has {key}: {processor[key]!r}, which is not supported"
-        if missing := [key for key in self.required_keys if _value(config, key, None) is None]:
+        if missing := [key for key in self.required_keys if _at(config, key, None) is None]:
             return f"config.json has no {missing[0]}"
         for key, supported in {**self.config_values, **self.required_values}.items():
-            if (value := _value(config, key, self.config_values.get(key))) != supported:
+            if (value := _at(config, key, self.config_values.get(key))) != supported:
                 return f"config.json has {key}: {value!r}; supported is {supported!r}"
         if self.towers and (tower := vision.get("model_type")) not in self.towers:
             return f"the vision tower is {tower}; supported are {', '.join(sorted(self.towers))}"
@@ -115,14 +93,6 @@ class VisionFamily:
         if vision.get("deepstack_visual_indexes") and model_type not in self.deepstack:
             return f"the language model of {model_type} takes no deepstack features"
         return None
-
-
-def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
-    *sections, name = key.split(".")
-    for section in sections:
-        found = config.get(section)
-        config = found if isinstance(found, Mapping) else {}
-    return config.get(name, default)
 
 
 def in_frames(images: Sequence[ImagePatches], strings: SpecialStrings) -> ImagePlaceholder:
@@ -147,65 +117,6 @@ def _qwen_around(strings: SpecialStrings) -> tuple[str, str]:
     return begin, strings.named("vision_end_token_id", "<|vision_end|>")
 
 
-def one_run(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
-    """All tokens of the image, with nothing around them that the chat template does not write."""
-    return ImagePlaceholder(strings.image, (image.num_tokens,))
-
-
-def _in_gemma3(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
-    """One run per square, as Gemma 3 has it: of the image, and of each of its crops."""
-    begin, end = _gemma3_begin(strings), strings.named("eoi_token_index", "<end_of_image>")
-    text, num_squares = f"\n\n{begin}{strings.image}{end}\n\n", image.grid_thw[0]
-    runs = (image.num_tokens // num_squares,) * num_squares
-    if num_squares > 1:
-        crops = " ".join([text] * (num_squares - 1))
-        text = f"Here is the original image {text} and here are some crops to help you see better {crops}"
-    return ImagePlaceholder(text, runs)
-
-
-def _gemma3_begin(strings: SpecialStrings) -> str:
-    return strings.named("boi_token_index", "<start_of_image>")
-
-
-def _in_rows(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
-    """One run per row of tokens, as Pixtral has it."""
-    _, height, width = image.grid_thw
-    merge_size = math.isqrt(height * width // image.num_tokens)
-    num_rows, next_row = height // merge_size, strings.named("image_break_token", "[IMG_BREAK]")
-    text = (strings.image + next_row) * (num_rows - 1) + strings.image
-    return ImagePlaceholder(text + strings.named("image_end_token", "[IMG_END]"), (width // merge_size,) * num_rows)
-
-
-def _in_tiles(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
-    """One run per tile, with the row and column of each, as Idefics3 has it."""
-    (num_tiles, _, _), (rows, columns) = image.grid_thw, image.tiles
-    around, lines = "<fake_token_around_image>", ""
-    for row in range(1, rows + 1):
-        lines += "".join(f"{around}<row_{row}_col_{column}>{strings.image}" for column in range(1, columns + 1)) + "\n"
-    text = f"{lines}\n" if lines else ""
-    runs = (image.num_tokens // num_tiles,) * num_tiles
-    return ImagePlaceholder(f"{text}{around}<global-img>{strings.image}{around}", runs)
-
-
-def _in_internvl(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
-    begin, end = strings.named("start_image_token", "<img>"), strings.named("end_image_token", "</img>")
-    return ImagePlaceholder(f"{begin}{strings.image}{end}", (image.num_tokens,))
-
-
-def _in_crops(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
-    """One run per row of the square of the whole image, then one per row of its crops together, as Molmo2 has it.
-
-    The settings are those of processor_config.json, which mlx_vlm does not read, as transformers does.
-    """
-    runs, side = row_lengths(image.grid_thw[1], image.unpadded), -(-image.grid_thw[1] // 2)
-    given = strings.config.get
-    ends, ends_whole = given("image_use_col_tokens", True), given("use_single_crop_col_tokens")
-    row, whole = (strings.image + "<im_col>" * bool(one) for one in (ends, ends if ends_whole is None else ends_whole))
-    begin = "<low_res_im_start>" if given("use_single_crop_start_token", True) else "<im_start>"
-    text = f"{begin}{whole * side}<im_end><im_start>{row * (len(runs) - side)}<im_end>"
-    return ImagePlaceholder(text, runs)
-
-
 def _named(*stems: str) -> frozenset[str]:
     return frozenset(f"{stem}ImageProcessor{backend}" for stem in stems for backend in ("", "Fast", "Pil"))
 
@@ -224,8 +135,8 @@ GEMMA3 = VisionFamily(
     name="gemma3",
     model_types=frozenset(("gemma3",)),
     processors=_named("Gemma3"),
-    placeholder=_in_gemma3,
-    marker=_gemma3_begin,
+    placeholder=in_gemma3,
+    marker=gemma3_begin,
     defaults={
         **HALF,
         "size": {"height": 224, "width": 224},
@@ -272,14 +183,14 @@ PIXTRAL = VisionFamily(
     name="pixtral",
     model_types=frozenset(("pixtral", "mistral3")),
     processors=_named("Pixtral"),
-    placeholder=_in_rows,
+    placeholder=in_rows,
     defaults={"size": {"longest_edge": 1024}, "resample": 3, "temporal_patch_size": 1},
 )
 IDEFICS3 = VisionFamily(
     name="idefics3",
     model_types=frozenset(("idefics3", "smolvlm")),
     processors=_named("Idefics3", "SmolVLM"),
-    placeholder=_in_tiles,
+    placeholder=in_tiles,
     defaults={
         **HALF,
         "size": {"longest_edge": 4 * 364},
@@ -293,7 +204,7 @@ INTERNVL = VisionFamily(
     name="internvl",
     model_types=frozenset(("internvl",)),
     processors=_named("GotOcr2"),
-    placeholder=_in_internvl,
+    placeholder=in_internvl,
     defaults={
         "size": {"height": 384, "width": 384},
         "min_patches": 1,
@@ -306,7 +217,7 @@ INTERNVL_CHAT = VisionFamily(
     name="internvl_chat",
     model_types=frozenset(("internvl_chat",)),
     processors=frozenset(("CLIPFeatureExtractor", "CLIPImageProcessor", "InternVLImageProcessor")),
-    placeholder=_in_internvl,
+    placeholder=in_internvl,
     image_token="<IMG_CONTEXT>",
     in_text=lambda strings: f"{strings.image}\n",
     config_values={"dynamic_image_size": True, "pad2square": False, "select_layer": -1},
@@ -371,7 +282,7 @@ MOLMO2 = VisionFamily(
     name="molmo2",
     model_types=frozenset(("molmo2",)),
     processors=_named("Molmo2"),
-    placeholder=_in_crops,
+    placeholder=in_crops,
     marker=lambda strings: "<|image|>",
     required_keys=("image_patch_id", "vision_config.vit_config", "vision_config.adapter_config.pooling_attention_mask"),
     config_values={
@@ -414,6 +325,16 @@ def vision_family(config: Mapping[str, Any]) -> VisionFamily | None:
     vision = config.get("vision_config")
     tower = vision.get("model_type") if isinstance(vision, dict) else None
     return next((family for family in found if tower in family.towers), found[0] if found else None)
+
+
+def _at(config: Mapping[str, Any], path: str, default: Any) -> Any:
+    """Return the value under keys with dots between them, the default if one is missing."""
+    value: Any = config
+    for key in path.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return default
+        value = value[key]
+    return value
 
 
 def image_token_id(config: Mapping[str, Any]) -> int | None:
