@@ -11,11 +11,23 @@ from engine.processing.patch_grid import PatchGrid, RasterGrid
 from engine.processing.row_grid import RowGrid
 from engine.processing.split_grid import SplitGrid
 from engine.processing.square_grid import SquareGrid
+from engine.processing.thumbnail_grid import ThumbnailGrid
 from engine.processing.tile_grid import TileGrid
 
 KINDS: dict[str, type[ImageGrid]] = {
     kind.__name__: kind
-    for kind in (AnyresGrid, OverlapGrid, PanGrid, PatchGrid, RasterGrid, RowGrid, SplitGrid, SquareGrid, TileGrid)
+    for kind in (
+        AnyresGrid,
+        OverlapGrid,
+        PanGrid,
+        PatchGrid,
+        RasterGrid,
+        RowGrid,
+        SplitGrid,
+        SquareGrid,
+        ThumbnailGrid,
+        TileGrid,
+    )
 }
 
 

@@ -87,6 +87,25 @@ def in_internvl(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholde
     return ImagePlaceholder(f"{begin}{strings.image}{end}", (image.num_tokens,))
 
 
+def in_marked_tiles(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    """One run per tile behind its row and column, then one of the thumbnail, as LFM2-VL has it; else one run."""
+    marks = strings.config.get("use_image_special_tokens", True)
+    (num_tiles, height, width), columns = image.grid_thw, max(image.tiles[1], 1)
+    parts, per_tile = [f"<|img_row_{i // columns + 1}_col_{i % columns + 1}|>" for i in range(num_tiles)], 0
+    num_patches = num_tiles * height * width + image.thumbnail[0] * image.thumbnail[1]
+    per_tile = height * width * image.num_tokens // num_patches
+    runs = (per_tile,) * num_tiles
+    if not any(image.tiles):
+        parts = [""]
+    elif any(image.thumbnail):
+        parts.append(strings.named("image_thumbnail_token", "<|img_thumbnail|>"))
+        runs += (image.num_tokens - num_tiles * per_tile,)
+    begin, end = (strings.named(f"image_{at}_token", f"<|image_{at}|>") for at in ("start", "end"))
+    if not marks:
+        return ImagePlaceholder(strings.image * len(runs), runs)
+    return ImagePlaceholder(begin + "".join(part + strings.image for part in parts) + end, runs)
+
+
 def in_crops(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
     """One run per row of the square of the whole image, then one per row of its crops together, as Molmo2 has it.
 

@@ -11,6 +11,7 @@ from engine.processing.image_placeholder import (
     in_crops,
     in_gemma3,
     in_internvl,
+    in_marked_tiles,
     in_rows,
     in_tiles,
     one_run,
@@ -300,6 +301,31 @@ MOLMO2 = VisionFamily(
         "temporal_patch_size": 1,
     },
 )
+LFM2_VL = VisionFamily(
+    name="lfm2_vl",
+    model_types=frozenset(("lfm2_vl", "lfm2-vl")),
+    processors=_named("Lfm2Vl", "Lfm2VlNumpy", "Siglip2"),
+    placeholder=in_marked_tiles,
+    config_values={
+        "projector_hidden_act": "gelu",
+        "vision_feature_layer": -1,
+        "vision_config.hidden_act": "gelu_pytorch_tanh",
+    },
+    defaults={
+        **HALF,
+        "downsample_factor": 2,
+        "min_image_tokens": 64,
+        "max_image_tokens": 256,
+        "max_pixels_tolerance": 2.0,
+        "tile_size": 512,
+        "min_tiles": 2,
+        "max_tiles": 10,
+        "do_image_splitting": True,
+        "use_thumbnail": True,
+        "resample": 3,
+        "temporal_patch_size": 1,
+    },
+)
 
 FAMILIES = (
     QWEN_VL,
@@ -316,6 +342,7 @@ FAMILIES = (
     LLAVA_NEXT,
     LLAVA_ONEVISION,
     MOLMO2,
+    LFM2_VL,
 )
 
 
