@@ -243,9 +243,14 @@ def images_unsupported_reason(model_dir: Path, config: dict[str, Any]) -> str | 
 
 
 def image_processor_config(model_dir: Path) -> dict[str, Any]:
-    """Return the image processor's configuration from either of the two files that may have it; {} if there is none."""
-    own_file = read_optional_json(model_dir / "preprocessor_config.json")
-    return own_file or read_optional_json(model_dir / "processor_config.json").get("image_processor") or {}
+    """Return the image processor's configuration from either of the two files that may have it; {} if there is none.
+
+    DeepSeek-OCR has no image processor of its own: processor_config.json has its settings among those of the processor.
+    """
+    if own_file := read_optional_json(model_dir / "preprocessor_config.json"):
+        return own_file
+    whole = read_optional_json(model_dir / "processor_config.json")
+    return whole.get("image_processor") or (whole if "image_mean" in whole else {})
 
 
 def check_weights(model_dir: Path) -> None:

@@ -98,13 +98,16 @@ class ImageGrid(ABC):
         width, height = size or image.size
         frames = [np.asarray(frame) for frame in self._frames(image, width, height)]
         layout, digest = self.layout(width, height), hashlib.sha256()
-        if any(layout.unpadded):
-            digest.update(f"unpadded {layout.unpadded} ".encode())
+        digest.update(self._salt(layout).encode())
         for pixels in frames:
             digest.update(f"RGB {pixels.shape[1]}x{pixels.shape[0]} ".encode())
             digest.update(np.ascontiguousarray(pixels).data)
         patches = np.concatenate([self._patches(pixels, *layout.grid_thw[1:]) for pixels in frames])
         return CutImage(patches, layout, digest.hexdigest())
+
+    def _salt(self, layout: ImageLayout) -> str:
+        """Return facts of a layout on which the features depend, and which the pixels do not tell; '' if none."""
+        return f"unpadded {layout.unpadded} " if any(layout.unpadded) else ""
 
     def _patches(self, pixels: np.ndarray, rows: int, columns: int) -> np.ndarray:
         """Cut uint8 [height, width, 3] into [rows * columns, 3, patch, patch], row by row; the rest is dropped."""

@@ -13,6 +13,7 @@ from engine.processing.split_grid import SplitGrid
 from engine.processing.square_grid import SquareGrid
 from engine.processing.thumbnail_grid import ThumbnailGrid
 from engine.processing.tile_grid import TileGrid
+from engine.processing.view_grid import ViewGrid
 
 KINDS: dict[str, type[ImageGrid]] = {
     kind.__name__: kind
@@ -27,6 +28,7 @@ KINDS: dict[str, type[ImageGrid]] = {
         SquareGrid,
         ThumbnailGrid,
         TileGrid,
+        ViewGrid,
     )
 }
 

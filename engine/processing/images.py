@@ -30,6 +30,7 @@ from engine.processing.square_grid import SquareGrid
 from engine.processing.thumbnail_grid import ThumbnailGrid
 from engine.processing.tile_grid import TileGrid
 from engine.processing.video_grid import VideoGrid
+from engine.processing.view_grid import DEEPSEEK_OCR_SIDES, MAX_TILES, ViewGrid
 from engine.processing.vision_family import vision_family
 from engine.protocol import ImagePatches
 
@@ -119,7 +120,7 @@ def normalize(patches: np.ndarray, normalization: PatchNormalization) -> np.ndar
     """
     mean = np.asarray(normalization.mean, dtype=np.float32)[:, None, None]
     std = np.asarray(normalization.std, dtype=np.float32)[:, None, None]
-    scaled = (patches.astype(np.float32) * np.float32(normalization.rescale) - mean) / std
+    scaled = (normalization.rescaled(patches.astype(np.float32)) - mean) / std
     repeated = np.repeat(scaled[:, :, None], normalization.temporal_patch_size, axis=2)
     return repeated.reshape(len(patches), -1)
 
@@ -367,6 +368,19 @@ def _molmo2_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Over
     )
 
 
+def _deepseek_ocr_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> ViewGrid:
+    red, green, blue = (int(255 * value) for value in settings["image_mean"])
+    return ViewGrid(
+        patch_size=int(settings["patch_size"]),
+        merge_size=int(settings["downsample_ratio"]),
+        resample=int(settings["resample"]),
+        side=DEEPSEEK_OCR_SIDES.square,
+        tile_side=DEEPSEEK_OCR_SIDES.tile,
+        max_tiles=MAX_TILES,
+        padding=(red, green, blue),
+    )
+
+
 def _tower_patches(config: Mapping[str, Any], side: int) -> tuple[int, int]:
     """Return the pixels per side of the vision tower's patches and images. Raises ValueError if `side` is not those."""
     sizes = (config["vision_config"][key] for key in ("patch_size", "image_size"))
@@ -392,5 +406,6 @@ GRIDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageGrid]] = 
     "llava_onevision": _llava_onevision_grid,
     "molmo2": _molmo2_grid,
     "lfm2_vl": _lfm2_grid,
+    "deepseek_ocr": _deepseek_ocr_grid,
 }
 """By family: builds the grid from the image processor's settings and config.json."""

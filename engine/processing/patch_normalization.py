@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.errors import EngineFailed
+
+Array = TypeVar("Array", bound=Any)
 
 DEFAULT_MEAN = (0.48145466, 0.4578275, 0.40821073)
 DEFAULT_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -23,6 +25,8 @@ class PatchNormalization:
     """Factor on the uint8 values; 1 / 255 unless the checkpoint says otherwise."""
     temporal_patch_size: int
     """Repetitions of a still image's patch along time."""
+    divisor: float | None = None
+    """Divisor of the uint8 values instead of the factor, of a processor that divides: the results round otherwise."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "PatchNormalization":
@@ -43,9 +47,14 @@ class PatchNormalization:
                 std=_per_channel(given("image_std", DEFAULT_STD) if normalizes else 1.0),
                 rescale=float(given("rescale_factor", 1 / 255)) if rescales else 1.0,
                 temporal_patch_size=int(given("temporal_patch_size", 2)),
+                divisor=config.get("rescale_divisor"),
             )
         except (TypeError, ValueError) as error:
             raise EngineFailed(f"the checkpoint's image processor has a value that is not a number ({error})") from None
+
+    def rescaled(self, values: Array) -> Array:
+        """Return values between 0 and 255, float32 of NumPy or MLX, as the processor scales them."""
+        return values * self.rescale if self.divisor is None else values / self.divisor
 
 
 def _per_channel(value: float | list[float] | tuple[float, ...]) -> tuple[float, ...]:

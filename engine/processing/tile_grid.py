@@ -47,23 +47,35 @@ class TileGrid(ImageGrid):
         return frames if len(frames) == 1 else [*frames, image.resize((self.side, self.side), resample=self.resample)]
 
     def _rows_and_columns(self, width: int, height: int) -> tuple[int, int]:
-        """Return the tiles along height and width whose ratio is closest to the image's.
+        return closest_tiles(width, height, self.side, self.min_tiles, self.max_tiles)
 
-        Source: `get_optimal_tiled_canvas` of transformers' GOT-OCR2 image processor.
-        """
-        best, least = (1, 1), float("inf")
-        for rows, columns in self._choices():
-            difference = abs(width / height - columns / rows)
-            is_filled = width * height > 0.5 * self.side**2 * rows * columns
-            if difference < least or (difference == least and is_filled):
-                best, least = (rows, columns), difference
-        return best
 
-    def _choices(self) -> list[tuple[int, int]]:
-        sides = range(1, self.max_tiles + 1)
-        pairs = [(rows, columns) for columns in sides for rows in sides]
-        allowed = [pair for pair in pairs if self.min_tiles <= pair[0] * pair[1] <= self.max_tiles]
-        return sorted(allowed, key=lambda pair: pair[0] * pair[1])
+def closest_tiles(width: int, height: int, side: int, min_tiles: int, max_tiles: int) -> tuple[int, int]:
+    """Return the tiles along height and width whose ratio is closest to that of an image of this width and height.
+
+    Source: `get_optimal_tiled_canvas` of transformers' GOT-OCR2 image processor.
+
+    Args:
+        width: Pixels.
+        height: Pixels.
+        side: Pixels per side of a tile.
+        min_tiles: Fewest tiles.
+        max_tiles: Most tiles.
+    """
+    best, least = (1, 1), float("inf")
+    for rows, columns in _choices(min_tiles, max_tiles):
+        difference = abs(width / height - columns / rows)
+        is_filled = width * height > 0.5 * side**2 * rows * columns
+        if difference < least or (difference == least and is_filled):
+            best, least = (rows, columns), difference
+    return best
+
+
+def _choices(min_tiles: int, max_tiles: int) -> list[tuple[int, int]]:
+    sides = range(1, max_tiles + 1)
+    pairs = [(rows, columns) for columns in sides for rows in sides]
+    allowed = [pair for pair in pairs if min_tiles <= pair[0] * pair[1] <= max_tiles]
+    return sorted(allowed, key=lambda pair: pair[0] * pair[1])
 
 
 def tiles_of(image: Image.Image, side: int) -> list[Image.Image]:

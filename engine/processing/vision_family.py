@@ -18,6 +18,8 @@ from engine.processing.image_placeholder import (
 )
 from engine.protocol import ImagePatches
 
+PROCESSOR_KEYS = ("image_processor_type", "feature_extractor_type", "processor_class")
+"""Keys under which a configuration may name the class of the image processor, the first one first."""
 QWEN_PROCESSORS = frozenset(
     f"Qwen{generation}VLImageProcessor{backend}" for generation in ("2", "2_5", "3") for backend in ("", "Fast", "Pil")
 )
@@ -52,9 +54,12 @@ class VisionFamily:
     unsupported_settings: tuple[str, ...] = ()
     """Settings of the image processor that must be off."""
     required_keys: tuple[str, ...] = ()
-    """Keys of config.json that must not be missing; keys of its parts have dots between them, here and below."""
+    """Keys of config.json that must not be missing; keys of its parts have dots between them."""
+    setting_values: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the image processor that may be missing, and the value that they must have otherwise."""
     config_values: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of config.json that may be missing, and the value that they must have otherwise."""
+    """Keys of config.json that may be missing, and the value that they must have otherwise; keys of its parts have dots
+    between them."""
     required_values: Mapping[str, Any] = field(default_factory=dict)
     """Keys that config.json must have, and their value."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -73,19 +78,14 @@ class VisionFamily:
         """
         if not isinstance(vision := config.get("vision_config"), dict):
             return "config.json has no vision_config"
-        name = processor.get("image_processor_type", processor.get("feature_extractor_type"))
+        names = (processor.get(key) for key in PROCESSOR_KEYS)
+        name = next((name for name in names if name is not None), None)
         if name not in self.processors:
             return f"the image processor is {name}; supported are {', '.join(sorted(self.processors))}"
         if self.image_token is not None and image_token_id(config) is None:
             return f"config.json has no image_token_index, and the tokenizer no token {self.image_token}"
-        for key in self.unsupported_settings:
-            if processor.get(key):
-                return f"the image processor has {key}: {processor[key]!r}, which is not supported"
-        if missing := [key for key in self.required_keys if _at(config, key, None) is None]:
-            return f"config.json has no {missing[0]}"
-        for key, supported in {**self.config_values, **self.required_values}.items():
-            if (value := _at(config, key, self.config_values.get(key))) != supported:
-                return f"config.json has {key}: {value!r}; supported is {supported!r}"
+        if (reason := self._wrong_value(config, processor)) is not None:
+            return reason
         if self.towers and (tower := vision.get("model_type")) not in self.towers:
             return f"the vision tower is {tower}; supported are {', '.join(sorted(self.towers))}"
         if not isinstance(config.get("vision_feature_layer", 0), int):
@@ -93,6 +93,20 @@ class VisionFamily:
         model_type = str(config.get("model_type"))
         if vision.get("deepstack_visual_indexes") and model_type not in self.deepstack:
             return f"the language model of {model_type} takes no deepstack features"
+        return None
+
+    def _wrong_value(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> str | None:
+        for key in self.unsupported_settings:
+            if processor.get(key):
+                return f"the image processor has {key}: {processor[key]!r}, which is not supported"
+        if missing := [key for key in self.required_keys if _at(config, key, None) is None]:
+            return f"config.json has no {missing[0]}"
+        for key, supported in self.setting_values.items():
+            if (value := processor.get(key, supported)) != supported:
+                return f"the image processor has {key}: {value!r}; supported is {supported!r}"
+        for key, supported in {**self.config_values, **self.required_values}.items():
+            if (value := _at(config, key, self.config_values.get(key))) != supported:
+                return f"config.json has {key}: {value!r}; supported is {supported!r}"
         return None
 
 
@@ -121,6 +135,20 @@ def _qwen_around(strings: SpecialStrings) -> tuple[str, str]:
 def _named(*stems: str) -> frozenset[str]:
     return frozenset(f"{stem}ImageProcessor{backend}" for stem in stems for backend in ("", "Fast", "Pil"))
 
+
+LINEAR_PROJECTOR = {"projector_type": "linear", "token_pooling": False}
+DEEPSEEK_OCR_TOWERS: dict[str, Any] = {
+    "image_size": 1024,
+    "mlp_ratio": 3.7362,
+    "model_name": "deeplip_b_l",
+    "layer_norm_eps": 1e-5,
+    "width.clip-l-14-224": {"heads": 16, "image_size": 224, "layers": 24, "patch_size": 14, "width": 1024},
+    "width.sam_vit_b": {
+        **{"downsample_channels": [512, 1024], "global_attn_indexes": [2, 5, 8, 11]},
+        **{"heads": 12, "layers": 12, "width": 768},
+    },
+}
+"""Fields of the published vision_config, and the epsilon of the towers, which are always built like this."""
 
 HALF = {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3}
 
@@ -327,6 +355,29 @@ LFM2_VL = VisionFamily(
     },
 )
 
+DEEPSEEK_OCR = VisionFamily(
+    name="deepseek_ocr",
+    model_types=frozenset(("deepseekocr",)),
+    processors=frozenset(("DeepseekOCRProcessor", "DeepseekVLV2Processor")),
+    placeholder=one_run,
+    image_token="<image>",
+    in_text=lambda strings: f"{strings.image}\n",
+    setting_values={
+        **{"patch_size": 16, "downsample_ratio": 4, "candidate_resolutions": [[1024, 1024]], "normalize": True},
+        **{"base_size": 1024, "image_size": 640, "crop_mode": True, "image_token": "<image>"},
+    },
+    config_values={
+        **{"tile_tag": "2D", "global_view_pos": "head", "select_layer": -1},
+        **{"vision_feature_select_strategy": "default", "candidate_resolutions": [[1024, 1024]]},
+        **{f"projector_config.{key}": value for key, value in LINEAR_PROJECTOR.items()},
+        **{f"vision_config.{key}": value for key, value in DEEPSEEK_OCR_TOWERS.items()},
+    },
+    defaults={
+        **HALF,
+        **{"patch_size": 16, "downsample_ratio": 4, "resample": 3, "temporal_patch_size": 1, "rescale_divisor": 255},
+    },
+)
+
 FAMILIES = (
     QWEN_VL,
     GLM_V,
@@ -343,6 +394,7 @@ FAMILIES = (
     LLAVA_ONEVISION,
     MOLMO2,
     LFM2_VL,
+    DEEPSEEK_OCR,
 )
 
 

@@ -115,7 +115,7 @@ class VisionEncoder:
         num_frames = image.patches.shape[1] // len(self._norm.mean)
         values = (np.repeat(np.array(value, np.float32), num_frames) for value in (self._norm.mean, self._norm.std))
         mean, std = (mx.array(value).reshape(1, -1, 1, 1) for value in values)
-        return (mx.array(image.patches).astype(mx.float32) * self._norm.rescale - mean) / std
+        return (self._norm.rescaled(mx.array(image.patches).astype(mx.float32)) - mean) / std
 
     def _remember(self, key: str, features: mx.array) -> None:
         if features.nbytes > self._max_bytes:

@@ -1,6 +1,7 @@
 """SightedFamily: a family whose images are supported, in a tiny configuration, with the library's processor."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,9 @@ class SightedFamily:
         video: video_preprocessor_config.json; None for a family without videos.
         names: Of special tokens that the family calls otherwise.
         features: Returns the features of the images for the library's model, which does not compute them itself.
+        embedder: Returns the function that embeds a prompt, for a library's model that takes one image per prompt.
+        built: Context in which the library builds the model.
+        rounded: Rounds normalised pixels as the library's processor does, and here the tower.
     """
 
     config: dict[str, Any]
@@ -51,6 +55,9 @@ class SightedFamily:
     video: dict[str, Any] | None = None
     names: dict[str, str] = field(default_factory=dict)
     features: Callable[[Any, dict[str, Any]], Any] | None = None
+    embedder: Callable[[Any, dict[str, Any]], Callable[[Any], Any]] | None = None
+    built: Callable[[], AbstractContextManager[None]] = nullcontext
+    rounded: Callable[[np.ndarray], np.ndarray] = lambda pixels: pixels
 
 
 def sighted(model_type: str, text_config: dict[str, Any], vision: dict[str, Any], **more: Any) -> dict[str, Any]:

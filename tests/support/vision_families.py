@@ -47,6 +47,7 @@ from tests.support.square_families import (
     PANNED,
     idefics3,
 )
+from tests.support.view_families import DEEPSEEK_OCR
 
 # Qwen: patches of images of any shape, three rope positions per token
 
@@ -253,6 +254,7 @@ SIGHTED: dict[str, SightedFamily] = {
     "glm4v_moe": glm("glm4v_moe", seed=3),
     "glm_ocr": glm("glm_ocr", "Glm46V", seed=17),
     "dots_ocr": DOTS_OCR,
+    "deepseekocr": DEEPSEEK_OCR,
     "paddleocr_vl": paddleocr(seed=2),
     "qwen2_vl": flat(qwen("qwen2_vl", text("qwen2_vl", MROPE), QWEN2_VISION, seed=1)),
     "qwen2_5_vl": flat(qwen("qwen2_5_vl", text("qwen2_5_vl", MROPE), WINDOW_VISION, seed=4)),
@@ -297,6 +299,11 @@ IN_WORDS: dict[str, tuple[str, str, str]] = {
         "one run; or one per tile, each behind its row and column, and one of the thumbnail",
     ),
     "llava_siglip": ("one square", "one", "one run of as many tokens for every image"),
+    "deepseek_ocr": (
+        "tiles before a padded square of the whole",
+        "one",
+        "one run, with a token at the end of each row of the tiles and of the square",
+    ),
 }
 """By the name of the family: what its tower takes, rope positions per token, image tokens in the prompt."""
 

@@ -48,7 +48,8 @@ TEXT_TEMPLATE = """\
 def make(out: Path, family: SightedFamily) -> Path:
     """Write the family's checkpoint in float32, with tokenizer and image processor; return its directory."""
     families.correct()
-    module, rng = new_module(family.config), np.random.default_rng(family.seed)
+    with family.built():
+        module, rng = new_module(family.config), np.random.default_rng(family.seed)
     parameters: Any = tree_flatten(module.parameters())
     module.update(tree_unflatten([(key, drawn(rng, key, value)) for key, value in sorted(parameters)]))
     named: Any = tree_flatten(module.parameters())
@@ -82,17 +83,21 @@ def reference(
         token_ids: The prompt, with all image tokens.
         pixels: Its images, prepared by the library's processor; {} for a text.
         num_tokens: Tokens of the answer.
-        family: Needed where it has `features`.
+        family: Needed where it has `features` or an `embedder`.
     """
     lm, logits = module.language_model, []
     tokens: list[int] = []
     arrays = {name: mx.array(value) for name, value in pixels.items()}
     if pixels and family is not None and family.features is not None:
         arrays["cached_image_features"] = family.features(module, arrays)
+    embed = None
+    if pixels and family is not None and family.embedder is not None:
+        embed = family.embedder(module, arrays)
     while len(tokens) < num_tokens:
         ids = mx.array([[*token_ids, *tokens]], mx.int32)
         cache = empty_cache(lm)
-        embedded = module.get_input_embeddings(ids, **{"pixel_values": None, "mask": mx.ones_like(ids), **arrays})
+        given = {"pixel_values": None, "mask": mx.ones_like(ids), **arrays}
+        embedded = module.get_input_embeddings(ids, **given) if embed is None else embed(ids)
         more = {name: value for name, value in embedded.to_dict().items() if value is not None}
         logits.append(np.array(lm(ids, cache=cache, **more).logits[0, -1]))
         tokens.append(int(logits[-1].argmax()))

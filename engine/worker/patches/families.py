@@ -1,6 +1,7 @@
 """The patches of families that the library cannot build, or computes wrongly even for one prompt without a cache."""
 
 from engine.worker.patches import (
+    deepseek_ocr_towers,
     deepseek_v4_pools,
     embedding_scale,
     gelu,
@@ -19,6 +20,7 @@ from engine.worker.patches import (
 
 def correct() -> None:
     """Install them, before a model is built: some change how. May be called several times."""
+    deepseek_ocr_towers.install()
     deepseek_v4_pools.install()
     embedding_scale.install()
     gelu.install()

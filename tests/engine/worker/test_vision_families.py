@@ -98,7 +98,8 @@ def sighted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Runners are never closed: that would take the main thread's streams from the tests that follow."""
     family = SIGHTED[request.param]
     path = make(tmp_path_factory.mktemp("zoo") / "model", family)
-    preprocessor, tokenizer, module = ImagePreprocessor(path), ChatTokenizer(path), load_model(path)
+    with family.built():
+        preprocessor, tokenizer, module = ImagePreprocessor(path), ChatTokenizer(path), load_model(path)
     requests, answers = {}, {}
     for name, content in CONTENTS.items():
         pictures = [part for part in content if not isinstance(part, str)]
@@ -113,7 +114,8 @@ def sighted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     requests["next"] = request_of("next", messages, requests["one"].images, tokenizer)
     ids = requests["next"].token_ids.tolist()
     answers["next"] = reference(module, ids, family.pixels([WIDE]), NUM_TOKENS, family)
-    runner = load_runner(EngineConfig(model=str(path)), lambda progress: None)
+    with family.built():
+        runner = load_runner(EngineConfig(model=str(path)), lambda progress: None)
     return Sighted(runner, requests, answers, module, tokenizer, preprocessor.video_grid)
 
 
@@ -135,7 +137,8 @@ def test_chunk_that_ends_inside_an_image_gives_the_tokens_of_the_library(sighted
     config = EngineConfig.model_validate({"prefill_chunk_tokens": chunk, **NO_CACHE})
     driver = Driver(runner, config)
     driver.run({0: [request]})
-    assert ends[0] == chunk and is_image[chunk - 1] and is_image[chunk]
+    inside = [end for end in np.cumsum(ends)[:-1] if is_image[end - 1] and is_image[end]]
+    assert inside and inside[0] <= chunk, "a step may be too short for the whole chunk"
     sighted.check(driver, "two")
 
 

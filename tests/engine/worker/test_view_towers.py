@@ -1,0 +1,81 @@
+"""DeepSeek-OCR on an image that is cut into tiles: the features of the library, bit by bit, and its tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
+import numpy as np
+import pytest
+from mlx_vlm.utils import load_model
+
+from engine.config import EngineConfig
+from engine.processing.images import ImagePreprocessor
+from engine.processing.message import text_part
+from engine.processing.tokenizer import ChatTokenizer
+from engine.protocol import EngineRequest, ImagePatches, SamplingParams
+from engine.worker.model_runner import load_runner
+from engine.worker.view_towers import DeepseekOCRTower
+from engine.worker.vision import VisionEncoder
+from tests.support.driver import Driver
+from tests.support.view_families import DEEPSEEK_OCR, small_sam, view_features, view_pixels
+from tests.support.vision_zoo import image, make, reference
+
+WIDE, TALL, SMALL = image(1300, 650, seed=1), image(500, 1900, seed=2), image(64, 40, seed=3)
+NUM_TOKENS = 4
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("zoo") / "model", DEEPSEEK_OCR)
+
+
+@pytest.fixture(scope="module")
+def module(model_dir: Path) -> Any:
+    with small_sam():
+        return load_model(model_dir)
+
+
+@pytest.fixture(scope="module")
+def images(model_dir: Path) -> list[ImagePatches]:
+    preprocessor = ImagePreprocessor(model_dir)
+    return [preprocessor.patches(one) for one in (WIDE, TALL, SMALL)]
+
+
+@pytest.fixture(scope="module")
+def features(module: Any) -> list[mx.array]:
+    arrays = {name: mx.array(value) for name, value in view_pixels([WIDE, TALL, SMALL]).items()}
+    return view_features(module, arrays)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 100])
+def test_features_of_tiles_are_bit_for_bit_those_of_the_library(model_dir, module, images, features, num_blocks):
+    """num_blocks: of the tower, in each piece."""
+    assert [one.tiles for one in images] == [(1, 2), (4, 1), (0, 0)]
+    vision = VisionEncoder(DeepseekOCRTower(module), ImagePreprocessor(model_dir).normalization, 0)
+    for one, expected in zip(images, features, strict=True):
+        encoding = vision.begin(one)
+        while encoding.features is None:
+            vision.advance(encoding, num_blocks)
+        assert encoding.features.shape == expected.shape
+        assert mx.array_equal(encoding.features, expected).item()
+
+
+def test_prompt_with_tiles_gets_the_tokens_of_the_library(model_dir, module, images):
+    tokenizer = ChatTokenizer(model_dir)
+    content = [text_part("See "), {"type": "image"}, text_part(" and "), {"type": "image"}, text_part(".")]
+    shown, pictures = (images[0], images[2]), [WIDE, SMALL]
+    placeholders = tokenizer.placeholders(shown)
+    messages = [{"role": "user", "content": content}]
+    prompt = tokenizer.chat_prompt(messages, template_kwargs={}, placeholders=placeholders)
+    sampling = SamplingParams(NUM_TOKENS, temperature=0.0, logprobs=0)
+    request = EngineRequest("one", prompt.token_ids, sampling, (), shown, boundaries=prompt.boundaries)
+    expected = reference(module, prompt.token_ids.tolist(), view_pixels(pictures), NUM_TOKENS, DEEPSEEK_OCR)
+    with small_sam():
+        runner = load_runner(EngineConfig(model=str(model_dir)), lambda progress: None)
+    driver = Driver(runner, EngineConfig.model_validate({"prefill_chunk_tokens": 200}))
+    driver.run({0: [request]})
+    assert driver.errors["one"] is None and driver.tokens["one"] == expected.tokens
+    logprobs = [one.logprob for chunk in driver.chunks["one"] for one in chunk.logprobs]
+    np.testing.assert_allclose(logprobs, expected.logprobs, atol=1e-3)
