@@ -41,7 +41,7 @@ class ThumbnailGrid(ImageGrid):
         if max_tokens >= self.max_tokens:
             return self
         fewer = replace(self, max_whole=min(self.max_whole, max_tokens))
-        if fewer.max_whole < self.max_whole:  # far fewer than the most, as images are enlarged to whole tokens
+        if fewer.max_whole < self.max_whole:  # enlarging rounds up to whole tokens: the least is far below the most
             fewer = replace(fewer, min_whole=min(self.min_whole, max(fewer.max_whole // 4, 1)))
         max_tiles = min((max_tokens - fewer._thumbnail_tokens) // self.tile_tokens, self.max_tiles)
         return replace(fewer, max_tiles=max_tiles if max_tiles >= self.min_tiles else 0)
@@ -88,7 +88,7 @@ class ThumbnailGrid(ImageGrid):
         return columns * self.factor, rows * self.factor
 
     def _is_divided(self, width: int, height: int) -> bool:
-        """Source: `_is_image_too_large` of mlx_vlm's LFM2-VL processor."""
+        """Return whether an image is divided into tiles. Source: `_is_image_too_large` of mlx_vlm's processor."""
         new_width, new_height = (
             max(self.patch_size, round(side / self.factor) * self.factor) for side in (width, height)
         )
