@@ -30,7 +30,7 @@ from engine.processing.square_grid import SquareGrid
 from engine.processing.thumbnail_grid import ThumbnailGrid
 from engine.processing.tile_grid import TileGrid
 from engine.processing.video_grid import VideoGrid
-from engine.processing.view_grid import DEEPSEEK_OCR_SIDES, MAX_TILES, ViewGrid
+from engine.processing.view_grid import DEEPSEEK_OCR, DEEPSEEK_OCR_2, ViewGrid
 from engine.processing.vision_family import vision_family
 from engine.protocol import ImagePatches
 
@@ -369,15 +369,18 @@ def _molmo2_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Over
 
 
 def _deepseek_ocr_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> ViewGrid:
-    red, green, blue = (int(255 * value) for value in settings["image_mean"])
+    red, green, blue = (int(value * 255) for value in settings["image_mean"])
+    is_second = config["model_type"] == "deepseekocr_2"
+    sides = DEEPSEEK_OCR_2 if is_second else DEEPSEEK_OCR
     return ViewGrid(
         patch_size=int(settings["patch_size"]),
         merge_size=int(settings["downsample_ratio"]),
         resample=int(settings["resample"]),
-        side=DEEPSEEK_OCR_SIDES.square,
-        tile_side=DEEPSEEK_OCR_SIDES.tile,
-        max_tiles=MAX_TILES,
+        side=sides.square,
+        tile_side=sides.tile,
+        max_tiles=sides.max_tiles,
         padding=(red, green, blue),
+        has_ends=not is_second,
     )
 
 
@@ -407,5 +410,6 @@ GRIDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageGrid]] = 
     "molmo2": _molmo2_grid,
     "lfm2_vl": _lfm2_grid,
     "deepseek_ocr": _deepseek_ocr_grid,
+    "deepseek_ocr_2": _deepseek_ocr_grid,
 }
 """By family: builds the grid from the image processor's settings and config.json."""

@@ -11,16 +11,17 @@ from PIL import Image
 from engine.processing.image_grid import ImageGrid, ImageLayout
 from engine.processing.tile_grid import closest_tiles, tiles_of
 
-MIN_TILES, MAX_TILES = 2, 9
-"""Fewest and most tiles of an image that is larger than a tile, as `dynamic_preprocess` of the library has them."""
+MIN_TILES = 2
+"""Fewest tiles of an image that is cut."""
 
 
 @dataclass(frozen=True)
 class ViewSides:
-    """The two sizes of view that a tower takes, in pixels per side."""
+    """The views that a tower takes: the whole image in padding, and its tiles."""
 
-    square: int  # the whole image in padding
-    tile: int
+    square: int  # pixels per side
+    tile: int  # pixels per side
+    max_tiles: int
 
     @property
     def block(self) -> int:
@@ -36,13 +37,16 @@ class ViewSides:
         return (self.tile // self.block) ** 2
 
 
-DEEPSEEK_OCR_SIDES = ViewSides(square=1024, tile=640)
+DEEPSEEK_OCR = ViewSides(square=1024, tile=640, max_tiles=9)
+DEEPSEEK_OCR_2 = ViewSides(square=1024, tile=768, max_tiles=6)
 
 
 @dataclass(frozen=True)
 class ViewGrid(ImageGrid):
-    """The steps of the library's DeepSeek-OCR processor before the normalisation of pixels.
+    """The steps of the library's DeepSeek-OCR processors before the normalisation of pixels.
 
+    The library's processor of DeepSeek-OCR-2 cuts every image, small ones into a single tile, unless it is told
+    otherwise; the authors and transformers cut only images larger than a tile, into two at least, and so does this.
     As the views differ in size, the frames are the blocks that divide them: those of the square, then of each tile.
     """
 
@@ -50,13 +54,14 @@ class ViewGrid(ImageGrid):
     tile_side: int  # pixels of a tile; smaller images are not cut
     max_tiles: int  # below MIN_TILES no image is cut
     padding: tuple[int, int, int]  # red, green and blue around the image in the square
+    has_ends: bool  # whether a token ends each row of the square, and of all tiles together
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "padding", tuple(self.padding))
 
     @property
     def sides(self) -> ViewSides:
-        return ViewSides(self.side, self.tile_side)
+        return ViewSides(self.side, self.tile_side, self.max_tiles)
 
     @property
     def max_tokens(self) -> int:
@@ -78,14 +83,13 @@ class ViewGrid(ImageGrid):
 
     @property
     def _square_tokens(self) -> int:
-        """Tokens of the square, with one behind each row and one behind the whole image."""
+        """Tokens of the square, and one behind the whole image."""
         per_side = self.side // self.factor
-        return per_side * (per_side + 1) + 1
+        return per_side * (per_side + self.has_ends) + 1
 
     def _tiles_tokens(self, rows: int, columns: int) -> int:
-        """Return the tokens of the tiles, with one behind each row of all tiles together."""
         per_side = self.tile_side // self.factor
-        return rows * per_side * (columns * per_side + 1)
+        return rows * per_side * (columns * per_side + self.has_ends)
 
     def target_size(self, width: int, height: int) -> tuple[int, int]:
         """Return the width and height in the square or of all tiles together, whichever is larger."""

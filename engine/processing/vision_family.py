@@ -1,9 +1,10 @@
 """VisionFamily: the models whose images are supported, and the configurations of theirs that are accepted."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from engine.processing import deepseek_ocr
 from engine.processing.image_placeholder import (
     ImagePlaceholder,
     SpecialStrings,
@@ -135,20 +136,6 @@ def _qwen_around(strings: SpecialStrings) -> tuple[str, str]:
 def _named(*stems: str) -> frozenset[str]:
     return frozenset(f"{stem}ImageProcessor{backend}" for stem in stems for backend in ("", "Fast", "Pil"))
 
-
-LINEAR_PROJECTOR = {"projector_type": "linear", "token_pooling": False}
-DEEPSEEK_OCR_TOWERS: dict[str, Any] = {
-    "image_size": 1024,
-    "mlp_ratio": 3.7362,
-    "model_name": "deeplip_b_l",
-    "layer_norm_eps": 1e-5,
-    "width.clip-l-14-224": {"heads": 16, "image_size": 224, "layers": 24, "patch_size": 14, "width": 1024},
-    "width.sam_vit_b": {
-        **{"downsample_channels": [512, 1024], "global_attn_indexes": [2, 5, 8, 11]},
-        **{"heads": 12, "layers": 12, "width": 768},
-    },
-}
-"""Fields of the published vision_config, and the epsilon of the towers, which are always built like this."""
 
 HALF = {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3}
 
@@ -362,20 +349,20 @@ DEEPSEEK_OCR = VisionFamily(
     placeholder=one_run,
     image_token="<image>",
     in_text=lambda strings: f"{strings.image}\n",
-    setting_values={
-        **{"patch_size": 16, "downsample_ratio": 4, "candidate_resolutions": [[1024, 1024]], "normalize": True},
-        **{"base_size": 1024, "image_size": 640, "crop_mode": True, "image_token": "<image>"},
-    },
-    config_values={
-        **{"tile_tag": "2D", "global_view_pos": "head", "select_layer": -1},
-        **{"vision_feature_select_strategy": "default", "candidate_resolutions": [[1024, 1024]]},
-        **{f"projector_config.{key}": value for key, value in LINEAR_PROJECTOR.items()},
-        **{f"vision_config.{key}": value for key, value in DEEPSEEK_OCR_TOWERS.items()},
-    },
+    setting_values=deepseek_ocr.SETTINGS,
+    config_values=deepseek_ocr.CONFIG,
     defaults={
         **HALF,
         **{"patch_size": 16, "downsample_ratio": 4, "resample": 3, "temporal_patch_size": 1, "rescale_divisor": 255},
     },
+)
+DEEPSEEK_OCR_2 = replace(
+    DEEPSEEK_OCR,
+    name="deepseek_ocr_2",
+    model_types=frozenset(("deepseekocr_2",)),
+    processors=frozenset(("DeepseekOCR2Processor", "DeepseekVLV2Processor")),
+    setting_values=deepseek_ocr.SETTINGS_2,
+    config_values=deepseek_ocr.CONFIG_2,
 )
 
 FAMILIES = (
@@ -395,6 +382,7 @@ FAMILIES = (
     MOLMO2,
     LFM2_VL,
     DEEPSEEK_OCR,
+    DEEPSEEK_OCR_2,
 )
 
 

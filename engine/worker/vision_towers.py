@@ -8,7 +8,7 @@ import numpy as np
 from engine.worker import square_towers
 from engine.worker.lfm2_tower import Lfm2Tower
 from engine.worker.molmo2_tower import Molmo2Tower
-from engine.worker.view_towers import DeepseekOCRTower
+from engine.worker.view_towers import DeepseekOCR2Tower, DeepseekOCRTower
 from engine.worker.vision_tower import Grid, TowerState, VisionTower, filled_frames, frame_bounds, frames, square_grids
 
 
@@ -228,6 +228,7 @@ class Mistral3Tower(PixtralTower):
 
 TOWERS: dict[str, type[VisionTower]] = {
     "deepseekocr": DeepseekOCRTower,
+    "deepseekocr_2": DeepseekOCR2Tower,
     "dots_ocr": DotsTower,
     "gemma3": square_towers.Gemma3Tower,
     "glm4v": GlmTower,

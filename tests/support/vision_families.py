@@ -47,7 +47,7 @@ from tests.support.square_families import (
     PANNED,
     idefics3,
 )
-from tests.support.view_families import DEEPSEEK_OCR
+from tests.support.view_families import DEEPSEEK_OCR, DEEPSEEK_OCR_2
 
 # Qwen: patches of images of any shape, three rope positions per token
 
@@ -255,6 +255,7 @@ SIGHTED: dict[str, SightedFamily] = {
     "glm_ocr": glm("glm_ocr", "Glm46V", seed=17),
     "dots_ocr": DOTS_OCR,
     "deepseekocr": DEEPSEEK_OCR,
+    "deepseekocr_2": DEEPSEEK_OCR_2,
     "paddleocr_vl": paddleocr(seed=2),
     "qwen2_vl": flat(qwen("qwen2_vl", text("qwen2_vl", MROPE), QWEN2_VISION, seed=1)),
     "qwen2_5_vl": flat(qwen("qwen2_5_vl", text("qwen2_5_vl", MROPE), WINDOW_VISION, seed=4)),
@@ -304,6 +305,7 @@ IN_WORDS: dict[str, tuple[str, str, str]] = {
         "one",
         "one run, with a token at the end of each row of the tiles and of the square",
     ),
+    "deepseek_ocr_2": ("tiles before a padded square of the whole", "one", "one run"),
 }
 """By the name of the family: what its tower takes, rope positions per token, image tokens in the prompt."""
 

@@ -70,7 +70,10 @@ def test_video_becomes_frames_behind_their_times():
     assert len(times) > 1
 
 
-OTHERS = ["gemma3 with pan-and-scan", "glm4v", "idefics3", "internvl", "internvl_chat", "llava_next", "mistral3"]
+OTHERS = [
+    *("deepseekocr", "gemma3 with pan-and-scan", "glm4v", "idefics3", "internvl", "internvl_chat", "llava_next"),
+    "mistral3",
+]
 
 
 @pytest.mark.parametrize("name", OTHERS)

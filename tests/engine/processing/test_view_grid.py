@@ -16,7 +16,7 @@ from engine.processing.message import text_part
 from engine.processing.tokenizer import ChatTokenizer
 from engine.processing.view_grid import ViewGrid
 from tests.support.sighted_family import IDS
-from tests.support.view_families import DEEPSEEK_OCR, library_processor
+from tests.support.view_families import DEEPSEEK_OCR, DEEPSEEK_OCR_2, VIEWS, VIEWS_2
 from tests.support.vision_zoo import image, write_files
 
 
@@ -40,8 +40,16 @@ def test_tiles_are_those_of_the_library_for_images_of_any_shape(grid: ViewGrid):
 @pytest.mark.parametrize("size", [(640, 640), (641, 640), (2000, 700), (300, 1000), (1920, 1920), (5000, 200)])
 def test_tokens_are_as_many_as_the_library_gives_an_image(grid: ViewGrid, size: tuple[int, int]):
     layout = grid.layout(*size)
-    ids, *_ = library_processor().tokenize_with_images("<image>", [Image.new("RGB", size)])
-    assert grid.num_tokens(layout) == ids.count(IDS["<image>"]) <= grid.max_tokens
+    assert grid.num_tokens(layout) == VIEWS.num_tokens(Image.new("RGB", size)) <= grid.max_tokens
+    assert 3 * layout.num_patches * grid.patch_size**2 <= grid.num_tokens(layout) * grid.token_bytes
+
+
+@pytest.mark.parametrize("size", [(768, 768), (769, 768), (2000, 700), (300, 1000), (1920, 1920), (5000, 200)])
+def test_second_model_has_no_tokens_for_ends_of_rows(size: tuple[int, int], tmp_path: Path):
+    grid = ImagePreprocessor(write_files(tmp_path, DEEPSEEK_OCR_2)).grid
+    layout = grid.layout(*size)
+    expected = VIEWS_2.num_tokens(Image.new("RGB", size))
+    assert grid.num_tokens(layout) == expected == 257 + layout.tiles[0] * layout.tiles[1] * 144 <= grid.max_tokens
     assert 3 * layout.num_patches * grid.patch_size**2 <= grid.num_tokens(layout) * grid.token_bytes
 
 
@@ -121,3 +129,18 @@ def test_towers_and_settings_for_which_the_library_is_not_written_are_refused_by
     assert reason({"candidate_resolutions": [[1280, 1280]]}) == (
         "the image processor has candidate_resolutions: [[1280, 1280]]; supported is [[1024, 1024]]"
     )
+
+
+def test_towers_of_the_second_model_are_checked_as_well(tmp_path: Path):
+    model_dir = write_files(tmp_path, DEEPSEEK_OCR_2)
+    width = {"qwen2-0-5b": {"dim": 896}, "sam_vit_b": PUBLISHED_VISION["width"]["sam_vit_b"]}
+    vision = {"image_size": 1024, "mlp_ratio": 3.7362, "model_name": "deepencoderv2", "width": width}
+    config = {**read_config(model_dir), "vision_config": vision}
+    assert images_unsupported_reason(model_dir, config) is None
+    changed = {**config, "vision_config": {**vision, "width": {**width, "qwen2-0-5b": {"dim": 1024}}}}
+    assert images_unsupported_reason(model_dir, changed) == (
+        "config.json has vision_config.width.qwen2-0-5b: {'dim': 1024}; supported is {'dim': 896}"
+    )
+    settings = {**DEEPSEEK_OCR_2.processor, "min_patches": 1}
+    (model_dir / "preprocessor_config.json").write_text(json.dumps(settings))
+    assert images_unsupported_reason(model_dir, config) == "the image processor has min_patches: 1; supported is 2"

@@ -16,24 +16,30 @@ from engine.processing.message import text_part
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, ImagePatches, SamplingParams
 from engine.worker.model_runner import load_runner
-from engine.worker.view_towers import DeepseekOCRTower
 from engine.worker.vision import VisionEncoder
+from engine.worker.vision_towers import make_tower
 from tests.support.driver import Driver
-from tests.support.view_families import DEEPSEEK_OCR, small_sam, view_features, view_pixels
+from tests.support.sighted_family import SightedFamily
+from tests.support.view_families import DEEPSEEK_OCR, DEEPSEEK_OCR_2, small_towers, view_features
 from tests.support.vision_zoo import image, make, reference
 
 WIDE, TALL, SMALL = image(1300, 650, seed=1), image(500, 1900, seed=2), image(64, 40, seed=3)
 NUM_TOKENS = 4
 
 
+@pytest.fixture(scope="module", params=[DEEPSEEK_OCR, DEEPSEEK_OCR_2], ids=["deepseekocr", "deepseekocr_2"])
+def family(request: pytest.FixtureRequest) -> SightedFamily:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("zoo") / "model", DEEPSEEK_OCR)
+def model_dir(family: SightedFamily, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("zoo") / "model", family)
 
 
 @pytest.fixture(scope="module")
 def module(model_dir: Path) -> Any:
-    with small_sam():
+    with small_towers():
         return load_model(model_dir)
 
 
@@ -44,25 +50,40 @@ def images(model_dir: Path) -> list[ImagePatches]:
 
 
 @pytest.fixture(scope="module")
-def features(module: Any) -> list[mx.array]:
-    arrays = {name: mx.array(value) for name, value in view_pixels([WIDE, TALL, SMALL]).items()}
+def features(family: SightedFamily, module: Any) -> list[mx.array]:
+    arrays = {name: mx.array(value) for name, value in family.pixels([WIDE, TALL, SMALL]).items()}
     return view_features(module, arrays)
 
 
-@pytest.mark.parametrize("num_blocks", [1, 100])
-def test_features_of_tiles_are_bit_for_bit_those_of_the_library(model_dir, module, images, features, num_blocks):
-    """num_blocks: of the tower, in each piece."""
+def test_features_of_tiles_are_bit_for_bit_those_of_the_library(family, model_dir, module, images, features):
+    """Block by block, with everything between two blocks evaluated."""
     assert [one.tiles for one in images] == [(1, 2), (4, 1), (0, 0)]
-    vision = VisionEncoder(DeepseekOCRTower(module), ImagePreprocessor(model_dir).normalization, 0)
+    vision = VisionEncoder(
+        make_tower(module, family.config["model_type"]), ImagePreprocessor(model_dir).normalization, 0
+    )
     for one, expected in zip(images, features, strict=True):
         encoding = vision.begin(one)
         while encoding.features is None:
-            vision.advance(encoding, num_blocks)
+            vision.advance(encoding, 1)
         assert encoding.features.shape == expected.shape
         assert mx.array_equal(encoding.features, expected).item()
 
 
-def test_prompt_with_tiles_gets_the_tokens_of_the_library(model_dir, module, images):
+def test_features_in_bfloat16_are_those_of_the_library_too(family, model_dir, images):
+    """As with published checkpoints, for which the library's processor rounds the pixels."""
+    with small_towers():
+        module: Any = load_model(model_dir)
+    module.set_dtype(mx.bfloat16)
+    arrays = {name: mx.array(value) for name, value in family.pixels([WIDE]).items()}
+    views = {name: arrays[name].astype(mx.bfloat16) for name in ("squares", "tiles")}
+    vision = VisionEncoder(
+        make_tower(module, family.config["model_type"]), ImagePreprocessor(model_dir).normalization, 0
+    )
+    ours, [expected] = vision.encode(images[0]), view_features(module, {**arrays, **views})
+    assert ours.dtype == mx.bfloat16 and mx.array_equal(ours, expected).item()
+
+
+def test_prompt_with_tiles_gets_the_tokens_of_the_library(family, model_dir, module, images):
     tokenizer = ChatTokenizer(model_dir)
     content = [text_part("See "), {"type": "image"}, text_part(" and "), {"type": "image"}, text_part(".")]
     shown, pictures = (images[0], images[2]), [WIDE, SMALL]
@@ -71,8 +92,8 @@ def test_prompt_with_tiles_gets_the_tokens_of_the_library(model_dir, module, ima
     prompt = tokenizer.chat_prompt(messages, template_kwargs={}, placeholders=placeholders)
     sampling = SamplingParams(NUM_TOKENS, temperature=0.0, logprobs=0)
     request = EngineRequest("one", prompt.token_ids, sampling, (), shown, boundaries=prompt.boundaries)
-    expected = reference(module, prompt.token_ids.tolist(), view_pixels(pictures), NUM_TOKENS, DEEPSEEK_OCR)
-    with small_sam():
+    expected = reference(module, prompt.token_ids.tolist(), family.pixels(pictures), NUM_TOKENS, family)
+    with small_towers():
         runner = load_runner(EngineConfig(model=str(model_dir)), lambda progress: None)
     driver = Driver(runner, EngineConfig.model_validate({"prefill_chunk_tokens": 200}))
     driver.run({0: [request]})
