@@ -137,13 +137,16 @@ class ImagePatches:
     """
 
     patches: np.ndarray
-    """uint8 [grid_t * grid_h * grid_w, channels, patch, patch], in the order of the model's processor; of frames with
+    """uint8 [num_patches, channels, patch, patch], in the order of the model's processor; of frames with
     channels * frames instead of channels, colours first."""
     grid_thw: tuple[int, int, int]  # Frames or tiles, and patches along height and width of each.
     num_tokens: int  # Image tokens in the prompt.
     content_hash: str  # Hex digest of mode, size, padding and pixels after resizing.
     tiles: tuple[int, int] = (0, 0)  # Tiles along height and width; (0, 0) for an image in one piece.
-    unpadded: tuple[int, int] = (0, 0)  # Patches of all tiles without padding, likewise; (0, 0) where none is padded.
+    unpadded: tuple[int, int] = (0, 0)
+    """Patches of all tiles without padding, or without those in which they overlap, likewise; else (0, 0)."""
+    thumbnail: tuple[int, int] = (0, 0)
+    """Patches along height and width of a thumbnail behind the tiles, if it has a shape of its own; else (0, 0)."""
     frame: FrameOfVideo | None = None  # None for an image.
 
     def without_pixels(self) -> "ImagePatches":

@@ -16,21 +16,21 @@ def check_request(request: EngineRequest, config: EngineConfig, runner: ModelRun
         InvalidRequest: A field is out of range, or the model cannot do what the request asks for.
         ContextLengthExceeded: Prompt and output do not fit into the context.
     """
-    _check_limits(request, config, runner.vocab_size, runner.max_context_tokens)
+    _check_limits(request, config, runner)
     _check_progress(request, runner.vocab_size)
     _check_plan(request, runner.no_sparse)
     _check_pooling(request, runner.no_pooling)
-    _check_prompt_logprobs(request)
+    _check_prompt_logprobs(request, runner.vocab_size)
 
 
-def _check_limits(request: EngineRequest, config: EngineConfig, vocab_size: int, max_context_tokens: int) -> None:
+def _check_limits(request: EngineRequest, config: EngineConfig, runner: ModelRunner) -> None:
     """Check that every field is in its range, and that prompt and output fit into the context."""
     num_prompt_tokens, sampling = len(request.token_ids), request.sampling
+    vocab_size, max_context_tokens = runner.vocab_size, runner.max_context_tokens
     if not num_prompt_tokens:
         raise InvalidRequest("the prompt has 0 tokens; it must have at least 1", "messages")
-    for token_id in (int(request.token_ids.min()), int(request.token_ids.max())):
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(f"token id {token_id} is not between 0 and {vocab_size - 1}", "messages")
+    ends = int(request.token_ids.min()), int(request.token_ids.max())
+    _check_token_ids(ends, runner.num_embeddings, "token", "messages")
     _check_token_ids(request.stop_token_ids, vocab_size, "stop token", "stop_token_ids")
     _check_token_ids(request.scored_tokens or (), vocab_size, "scored token", "scored_tokens")
     for token_id, _ in sampling.logit_bias:
@@ -82,11 +82,12 @@ def _check_pooling(request: EngineRequest, no_pooling: str | None) -> None:
             )
 
 
-def _check_prompt_logprobs(request: EngineRequest) -> None:
+def _check_prompt_logprobs(request: EngineRequest, vocab_size: int) -> None:
     """Check that the logprobs of the prompt can be computed.
 
     Raises:
-        InvalidRequest: The request asks for too many alternatives, or has images, a plan or pooling.
+        InvalidRequest: The request asks for too many alternatives, or has images, a plan, pooling or a token without a
+            logit.
     """
     number = request.prompt_logprobs
     if number is None:
@@ -99,6 +100,12 @@ def _check_prompt_logprobs(request: EngineRequest) -> None:
     if found := next((field for field, is_asked in asked.items() if is_asked), None):
         raise InvalidRequest(
             f"the logprobs of a prompt are those of a text that is computed as a whole; {found} must not be set", found
+        )
+    if (token_id := int(request.token_ids.max())) >= vocab_size:
+        raise InvalidRequest(
+            f"the prompt has the token id {token_id}, which has no logprob; the logits are those of ids up to "
+            f"{vocab_size - 1}",
+            "prompt_logprobs",
         )
 
 

@@ -148,6 +148,9 @@ class ModelRunner(Protocol):
 
     max_context_tokens: int
     vocab_size: int
+    """Number of logits; token ids of answers are below it."""
+    num_embeddings: int
+    """Token ids of prompts are below it."""
     drafts: Sequence[Drafts]
     """The ways to draft, at least one token each; empty if the model cannot speculate."""
     no_drafts: Mapping[Proposer, str]

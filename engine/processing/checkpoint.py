@@ -11,6 +11,7 @@ import huggingface_hub.errors  # which the package would load only at a use by n
 
 from engine.demo import DEMO_MODEL
 from engine.errors import EngineFailed
+from engine.processing.reference_config import text_section
 from engine.processing.vision_family import image_token_id, vision_family
 from engine.smollm2 import SMOLLM2, is_made, smollm2_checkpoint, smollm2_directory
 
@@ -120,9 +121,10 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """Read config.json of a checkpoint, completed under the library's names as InternVL's own repositories need it.
+    """Read config.json of a checkpoint, completed under the names that other repositories use.
 
-    These have an `llm_config`, and their image token is known by its name alone.
+    InternVL's own repositories have an `llm_config`, and their image token is known by its name alone. Molmo2's have
+    an `image_patch_id`, and the two parts of the vision tower at the top, where the library looks for them too.
 
     Raises:
         EngineFailed: The file is missing or broken.
@@ -130,6 +132,10 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     config = read_json(model_dir / "config.json")
     if "llm_config" in config and "text_config" not in config:
         config["text_config"] = config.pop("llm_config")
+    if _is_molmo2(config):
+        config["image_token_id"] = config.get("image_patch_id")
+        if "vit_config" in config and not config.get("vision_config"):
+            config["vision_config"] = {key: config.get(key, {}) for key in ("vit_config", "adapter_config")}
     family = vision_family(config)
     if family is not None and family.image_token is not None and image_token_id(config) is None:
         token_id = _added_token_id(model_dir, family.image_token)
@@ -170,12 +176,25 @@ def _keys(value: Any) -> Iterator[str]:
 
 
 def vocab_size(config: dict[str, Any]) -> int:
-    """Return the number of rows of the embedding; every token id is below it. Raises EngineFailed."""
+    """Return the number of logits; every token id of an answer is below it. Raises EngineFailed."""
     for section in (config.get("text_config"), config):
         size = section.get("vocab_size") if isinstance(section, dict) else None
         if isinstance(size, int) and size > 0:
             return size
     raise EngineFailed("config.json: vocab_size is missing or not a positive integer")
+
+
+def num_embeddings(config: dict[str, Any]) -> int:
+    """Return the number of rows of the embedding; every token id of a prompt is below it. Raises EngineFailed.
+
+    Molmo2 has further embeddings, of tokens around images, which its output layer lacks.
+    """
+    size = vocab_size(config)
+    return size + int(text_section(config).get("additional_vocab_size", 128)) if _is_molmo2(config) else size
+
+
+def _is_molmo2(config: dict[str, Any]) -> bool:
+    return config.get("model_type") == "molmo2"
 
 
 def media_kinds(model_dir: Path, config: dict[str, Any]) -> frozenset[str]:

@@ -219,9 +219,13 @@ def _load_tokenizer(
         raise EngineFailed(f"{model_dir}: the model has no stop token, which a grammar needs to end the output")
     try:
         text = path.read_text(encoding="utf-8")
+        added = (file := json.loads(text)).get("added_tokens", ())
+        with_logits = [token for token in added if token["id"] < vocab_size]
+        if len(with_logits) < len(added):  # those of Molmo2's images have none, which llguidance refuses
+            text = json.dumps({**file, "added_tokens": with_logits})
         tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=sorted(stop_token_ids))
-        added = [(token["id"], token["content"]) for token in json.loads(text).get("added_tokens", ())]
-        return tokenizer, frozenset(content for id_, content in added if tokenizer.is_special_token(id_))
+        special = (token["content"] for token in with_logits if tokenizer.is_special_token(token["id"]))
+        return tokenizer, frozenset(special)
     except (OSError, ValueError) as error:
         raise EngineFailed(f"{path}: llguidance cannot read the tokenizer ({first_words(str(error))})") from None
 

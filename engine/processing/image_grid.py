@@ -21,12 +21,15 @@ class ImageLayout:
 
     grid_thw: tuple[int, int, int]  # Tiles, and patches along height and width of each.
     tiles: tuple[int, int] = (0, 0)  # Tiles along height and width; (0, 0) for an image in one piece.
-    unpadded: tuple[int, int] = (0, 0)  # Patches of all tiles without padding, likewise; (0, 0) where none is padded.
+    unpadded: tuple[int, int] = (0, 0)
+    """Patches of all tiles without padding, or without those in which they overlap, likewise; else (0, 0)."""
+    thumbnail: tuple[int, int] = (0, 0)
+    """Patches along height and width of a thumbnail behind the tiles, if it has a shape of its own; else (0, 0)."""
 
     @property
     def num_patches(self) -> int:
         tiles, height, width = self.grid_thw
-        return tiles * height * width
+        return tiles * height * width + self.thumbnail[0] * self.thumbnail[1]
 
 
 @dataclass(frozen=True)

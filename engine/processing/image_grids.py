@@ -5,17 +5,31 @@ from dataclasses import asdict
 
 from engine.processing.anyres_grid import AnyresGrid
 from engine.processing.image_grid import ImageGrid
+from engine.processing.overlap_grid import OverlapGrid
 from engine.processing.pan_grid import PanGrid
 from engine.processing.patch_grid import PatchGrid, RasterGrid
 from engine.processing.row_grid import RowGrid
 from engine.processing.split_grid import SplitGrid
 from engine.processing.square_grid import SquareGrid
+from engine.processing.thumbnail_grid import ThumbnailGrid
 from engine.processing.tile_grid import TileGrid
 from engine.processing.view_grid import ViewGrid
 
 KINDS: dict[str, type[ImageGrid]] = {
     kind.__name__: kind
-    for kind in (AnyresGrid, PanGrid, PatchGrid, RasterGrid, RowGrid, SplitGrid, SquareGrid, TileGrid, ViewGrid)
+    for kind in (
+        AnyresGrid,
+        OverlapGrid,
+        PanGrid,
+        PatchGrid,
+        RasterGrid,
+        RowGrid,
+        SplitGrid,
+        SquareGrid,
+        ThumbnailGrid,
+        TileGrid,
+        ViewGrid,
+    )
 }
 
 

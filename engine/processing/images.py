@@ -20,12 +20,14 @@ from engine.processing.checkpoint import (
 )
 from engine.processing.image_file import ImageFile, ImageRefused, check_sides
 from engine.processing.image_grid import CutImage, ImageGrid
+from engine.processing.overlap_grid import POOL, OverlapGrid
 from engine.processing.pan_grid import PanGrid
 from engine.processing.patch_grid import PatchGrid, RasterGrid
 from engine.processing.patch_normalization import PatchNormalization
 from engine.processing.row_grid import RowGrid
 from engine.processing.split_grid import SplitGrid
 from engine.processing.square_grid import SquareGrid
+from engine.processing.thumbnail_grid import ThumbnailGrid
 from engine.processing.tile_grid import TileGrid
 from engine.processing.video_grid import VideoGrid
 from engine.processing.view_grid import DEEPSEEK_OCR, DEEPSEEK_OCR_2, ViewGrid
@@ -96,7 +98,13 @@ def image_patches(cut: CutImage, grid: ImageGrid) -> ImagePatches:
     layout = cut.layout
     num_tokens = grid.num_tokens(layout)
     return ImagePatches(
-        cut.patches, layout.grid_thw, num_tokens, cut.content_hash, tiles=layout.tiles, unpadded=layout.unpadded
+        cut.patches,
+        layout.grid_thw,
+        num_tokens,
+        cut.content_hash,
+        tiles=layout.tiles,
+        unpadded=layout.unpadded,
+        thumbnail=layout.thumbnail,
     )
 
 
@@ -309,6 +317,57 @@ def _anyres_grid(
     )
 
 
+def _lfm2_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> ThumbnailGrid:
+    patch_size = int(settings.get("encoder_patch_size", settings.get("patch_size", 16)))
+    merge_size, side = int(settings["downsample_factor"]), int(settings["tile_size"])
+    most, least = int(settings["max_image_tokens"]), int(settings["min_tiles"])
+    of_model = {**config, "encoder_patch_size": config["vision_config"].get("patch_size", 16)}
+    found = {"encoder_patch_size": patch_size, "downsample_factor": merge_size}
+    for key, value in {**found, "tile_size": side, "max_image_tokens": most}.items():
+        if (expected := of_model.get(key, value)) != value:
+            raise ValueError(f"{key} is {value}; config.json has {expected}")
+    if side % (factor := patch_size * merge_size):
+        raise ValueError(f"tile_size is {side}; it must be a multiple of {factor}")
+    if not 2 <= least <= settings["max_tiles"]:
+        raise ValueError(f"min_tiles is {least}; it must be between 2 and max_tiles, {settings['max_tiles']}")
+    return ThumbnailGrid(
+        patch_size=patch_size,
+        merge_size=merge_size,
+        resample=int(settings["resample"]),
+        min_whole=int(settings["min_image_tokens"]),
+        max_whole=most,
+        tolerance=float(settings["max_pixels_tolerance"]),
+        side=side,
+        min_tiles=least,
+        max_tiles=int(settings["max_tiles"]) if settings["do_image_splitting"] else 0,
+        has_thumbnail=bool(settings["use_thumbnail"]),
+    )
+
+
+def _molmo2_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> OverlapGrid:
+    tower, size = config["vision_config"]["vit_config"], settings["size"]
+    sizes = {"patch_size": tower.get("image_patch_size", 14), "image_size": tower.get("image_default_input_size", 378)}
+    patch_size, side = _tower_patches({"vision_config": sizes}, size["height"])
+    margin, *others = settings["overlap_margins"]
+    if (given := (size["width"], settings["patch_size"], others)) != (expected := (side, patch_size, [margin])):
+        raise ValueError(f"width, patch_size and second overlap margin are {given}; supported are {expected}")
+    most = (side // patch_size - 1) // 2
+    if not 1 <= margin <= most:
+        raise ValueError(f"overlap_margins are {margin} patches; supported are 1 to {most}")
+    if (pooling := list(settings["pooling_size"])) != [POOL, POOL]:
+        raise ValueError(f"pooling_size is {pooling}; supported is {[POOL, POOL]}")
+    if (max_crops := int(settings["max_crops"])) < 1:
+        raise ValueError(f"max_crops is {max_crops}; it must be at least 1")
+    return OverlapGrid(
+        patch_size=patch_size,
+        merge_size=POOL,
+        resample=int(settings["resample"]),
+        side=side,
+        margin=int(margin),
+        max_crops=max_crops,
+    )
+
+
 def _deepseek_ocr_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> ViewGrid:
     red, green, blue = (int(value * 255) for value in settings["image_mean"])
     is_second = config["model_type"] == "deepseekocr_2"
@@ -348,6 +407,8 @@ GRIDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageGrid]] = 
     "llava_siglip": _llava_siglip_grid,
     "llava_next": _llava_next_grid,
     "llava_onevision": _llava_onevision_grid,
+    "molmo2": _molmo2_grid,
+    "lfm2_vl": _lfm2_grid,
     "deepseek_ocr": _deepseek_ocr_grid,
     "deepseek_ocr_2": _deepseek_ocr_grid,
 }

@@ -1,11 +1,22 @@
-"""VisionFamily: the models whose images are supported, and the text that stands for an image in their prompts."""
+"""VisionFamily: the models whose images are supported, and the configurations of theirs that are accepted."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.processing import deepseek_ocr
+from engine.processing.image_placeholder import (
+    ImagePlaceholder,
+    SpecialStrings,
+    gemma3_begin,
+    in_crops,
+    in_gemma3,
+    in_internvl,
+    in_marked_tiles,
+    in_rows,
+    in_tiles,
+    one_run,
+)
 from engine.protocol import ImagePatches
 
 PROCESSOR_KEYS = ("image_processor_type", "feature_extractor_type", "processor_class")
@@ -14,37 +25,6 @@ QWEN_PROCESSORS = frozenset(
     f"Qwen{generation}VLImageProcessor{backend}" for generation in ("2", "2_5", "3") for backend in ("", "Fast", "Pil")
 )
 """Class names of the Qwen2-VL image processor; those of later generations are mlx-vlm's, in converted checkpoints."""
-
-
-@dataclass(frozen=True)
-class ImagePlaceholder:
-    """What stands for one image in a prompt."""
-
-    text: str
-    """Text with one image token per run of image tokens, and the strings around and between the runs."""
-    runs: tuple[int, ...]
-    """Image tokens of each run."""
-
-    @property
-    def num_repeated(self) -> int:
-        """Image tokens that the text does not have yet."""
-        return sum(self.runs) - len(self.runs)
-
-
-@dataclass(frozen=True)
-class SpecialStrings:
-    """The strings of a checkpoint's tokenizer that placeholders are made of."""
-
-    image: str
-    """The image token."""
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """config.json, processor_config.json and tokenizer_config.json in one, the first one's keys first."""
-
-    def named(self, key: str, default: str) -> str:
-        """Return the string under a key of the configuration files."""
-        value = self.config.get(key)
-        value = value.get("content") if isinstance(value, Mapping) else value
-        return value if isinstance(value, str) else default
 
 
 @dataclass(frozen=True)
@@ -74,6 +54,8 @@ class VisionFamily:
     """Those of model_types that read videos as groups of frames with their times."""
     unsupported_settings: tuple[str, ...] = ()
     """Settings of the image processor that must be off."""
+    required_keys: tuple[str, ...] = ()
+    """Keys of config.json that must not be missing; keys of its parts have dots between them."""
     setting_values: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the image processor that may be missing, and the value that they must have otherwise."""
     config_values: Mapping[str, Any] = field(default_factory=dict)
@@ -118,6 +100,8 @@ class VisionFamily:
         for key in self.unsupported_settings:
             if processor.get(key):
                 return f"the image processor has {key}: {processor[key]!r}, which is not supported"
+        if missing := [key for key in self.required_keys if _at(config, key, None) is None]:
+            return f"config.json has no {missing[0]}"
         for key, supported in self.setting_values.items():
             if (value := processor.get(key, supported)) != supported:
                 return f"the image processor has {key}: {value!r}; supported is {supported!r}"
@@ -149,51 +133,6 @@ def _qwen_around(strings: SpecialStrings) -> tuple[str, str]:
     return begin, strings.named("vision_end_token_id", "<|vision_end|>")
 
 
-def one_run(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
-    """All tokens of the image, with nothing around them that the chat template does not write."""
-    return ImagePlaceholder(strings.image, (image.num_tokens,))
-
-
-def _in_gemma3(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
-    """One run per square, as Gemma 3 has it: of the image, and of each of its crops."""
-    begin, end = _gemma3_begin(strings), strings.named("eoi_token_index", "<end_of_image>")
-    text, num_squares = f"\n\n{begin}{strings.image}{end}\n\n", image.grid_thw[0]
-    runs = (image.num_tokens // num_squares,) * num_squares
-    if num_squares > 1:
-        crops = " ".join([text] * (num_squares - 1))
-        text = f"Here is the original image {text} and here are some crops to help you see better {crops}"
-    return ImagePlaceholder(text, runs)
-
-
-def _gemma3_begin(strings: SpecialStrings) -> str:
-    return strings.named("boi_token_index", "<start_of_image>")
-
-
-def _in_rows(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
-    """One run per row of tokens, as Pixtral has it."""
-    _, height, width = image.grid_thw
-    merge_size = math.isqrt(height * width // image.num_tokens)
-    num_rows, next_row = height // merge_size, strings.named("image_break_token", "[IMG_BREAK]")
-    text = (strings.image + next_row) * (num_rows - 1) + strings.image
-    return ImagePlaceholder(text + strings.named("image_end_token", "[IMG_END]"), (width // merge_size,) * num_rows)
-
-
-def _in_tiles(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
-    """One run per tile, with the row and column of each, as Idefics3 has it."""
-    (num_tiles, _, _), (rows, columns) = image.grid_thw, image.tiles
-    around, lines = "<fake_token_around_image>", ""
-    for row in range(1, rows + 1):
-        lines += "".join(f"{around}<row_{row}_col_{column}>{strings.image}" for column in range(1, columns + 1)) + "\n"
-    text = f"{lines}\n" if lines else ""
-    runs = (image.num_tokens // num_tiles,) * num_tiles
-    return ImagePlaceholder(f"{text}{around}<global-img>{strings.image}{around}", runs)
-
-
-def _in_internvl(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
-    begin, end = strings.named("start_image_token", "<img>"), strings.named("end_image_token", "</img>")
-    return ImagePlaceholder(f"{begin}{strings.image}{end}", (image.num_tokens,))
-
-
 def _named(*stems: str) -> frozenset[str]:
     return frozenset(f"{stem}ImageProcessor{backend}" for stem in stems for backend in ("", "Fast", "Pil"))
 
@@ -212,8 +151,8 @@ GEMMA3 = VisionFamily(
     name="gemma3",
     model_types=frozenset(("gemma3",)),
     processors=_named("Gemma3"),
-    placeholder=_in_gemma3,
-    marker=_gemma3_begin,
+    placeholder=in_gemma3,
+    marker=gemma3_begin,
     defaults={
         **HALF,
         "size": {"height": 224, "width": 224},
@@ -260,14 +199,14 @@ PIXTRAL = VisionFamily(
     name="pixtral",
     model_types=frozenset(("pixtral", "mistral3")),
     processors=_named("Pixtral"),
-    placeholder=_in_rows,
+    placeholder=in_rows,
     defaults={"size": {"longest_edge": 1024}, "resample": 3, "temporal_patch_size": 1},
 )
 IDEFICS3 = VisionFamily(
     name="idefics3",
     model_types=frozenset(("idefics3", "smolvlm")),
     processors=_named("Idefics3", "SmolVLM"),
-    placeholder=_in_tiles,
+    placeholder=in_tiles,
     defaults={
         **HALF,
         "size": {"longest_edge": 4 * 364},
@@ -281,7 +220,7 @@ INTERNVL = VisionFamily(
     name="internvl",
     model_types=frozenset(("internvl",)),
     processors=_named("GotOcr2"),
-    placeholder=_in_internvl,
+    placeholder=in_internvl,
     defaults={
         "size": {"height": 384, "width": 384},
         "min_patches": 1,
@@ -294,7 +233,7 @@ INTERNVL_CHAT = VisionFamily(
     name="internvl_chat",
     model_types=frozenset(("internvl_chat",)),
     processors=frozenset(("CLIPFeatureExtractor", "CLIPImageProcessor", "InternVLImageProcessor")),
-    placeholder=_in_internvl,
+    placeholder=in_internvl,
     image_token="<IMG_CONTEXT>",
     in_text=lambda strings: f"{strings.image}\n",
     config_values={"dynamic_image_size": True, "pad2square": False, "select_layer": -1},
@@ -355,6 +294,53 @@ LLAVA_ONEVISION = VisionFamily(
         "temporal_patch_size": 1,
     },
 )
+MOLMO2 = VisionFamily(
+    name="molmo2",
+    model_types=frozenset(("molmo2",)),
+    processors=_named("Molmo2"),
+    placeholder=in_crops,
+    marker=lambda strings: "<|image|>",
+    required_keys=("image_patch_id", "vision_config.vit_config", "vision_config.adapter_config.pooling_attention_mask"),
+    config_values={
+        "vision_config.vit_config.hidden_act": "gelu_pytorch_tanh",
+        "vision_config.adapter_config.hidden_act": "silu",
+    },
+    defaults={
+        **HALF,
+        "size": {"height": 378, "width": 378},
+        "patch_size": 14,
+        "max_crops": 8,
+        "overlap_margins": [4, 4],
+        "pooling_size": [2, 2],
+        "resample": 2,
+        "temporal_patch_size": 1,
+    },
+)
+LFM2_VL = VisionFamily(
+    name="lfm2_vl",
+    model_types=frozenset(("lfm2_vl", "lfm2-vl")),
+    processors=_named("Lfm2Vl", "Lfm2VlNumpy", "Siglip2"),
+    placeholder=in_marked_tiles,
+    config_values={
+        "projector_hidden_act": "gelu",
+        "vision_feature_layer": -1,
+        "vision_config.hidden_act": "gelu_pytorch_tanh",
+    },
+    defaults={
+        **HALF,
+        "downsample_factor": 2,
+        "min_image_tokens": 64,
+        "max_image_tokens": 256,
+        "max_pixels_tolerance": 2.0,
+        "tile_size": 512,
+        "min_tiles": 2,
+        "max_tiles": 10,
+        "do_image_splitting": True,
+        "use_thumbnail": True,
+        "resample": 3,
+        "temporal_patch_size": 1,
+    },
+)
 
 DEEPSEEK_OCR = VisionFamily(
     name="deepseek_ocr",
@@ -393,6 +379,8 @@ FAMILIES = (
     LLAVA_SIGLIP,
     LLAVA_NEXT,
     LLAVA_ONEVISION,
+    MOLMO2,
+    LFM2_VL,
     DEEPSEEK_OCR,
     DEEPSEEK_OCR_2,
 )

@@ -266,7 +266,8 @@ class DecodeGroup:
     def _look_up(self, num_drafts: int) -> mx.array:
         """Return int32 [B, num_drafts]; arbitrary tokens where nothing matches."""
         rows = [[0] * num_drafts if row.history is None else row.history.drafts(num_drafts) for row in self.rows]
-        return mx.array(rows, mx.int32)
+        found = np.array(rows, np.int32)  # prompts may have tokens without a logit
+        return mx.array(np.where(found < self._vocab_size, found, 0), mx.int32)
 
     def _draft(self, num_drafts: int, positions: mx.array, noise: mx.array | None, longest: int) -> mx.array:
         assert self._drafter is not None and self._head is not None

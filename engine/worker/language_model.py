@@ -46,6 +46,9 @@ class ImageChunk:
         return {"inputs_embeds": self.embeds, "visual_pos_masks": is_image, "deepstack_visual_embeds": layers}
 
 
+EMBEDDINGS = ("embed_tokens", "embeddings", "wte")
+"""Names of the embedding in the library's modules."""
+
 Select = Callable[[mx.array], mx.array]
 """Hidden states [B, L, hidden] -> those of the selected positions, [E, 1, hidden]."""
 
@@ -233,7 +236,7 @@ class LanguageModel:
     @property
     def _embedding(self) -> Any:
         layers = getattr(self.lm, "model", getattr(self.lm, "backbone", self.lm))
-        return layers.embed_tokens if hasattr(layers, "embed_tokens") else layers.embeddings
+        return next(getattr(layers, name) for name in EMBEDDINGS if hasattr(layers, name))
 
     @property
     def _layers(self) -> Any:

@@ -25,7 +25,7 @@ from engine.core.runner import (
 from engine.device_lock import lock_device
 from engine.errors import EngineFailed
 from engine.process_lock import ProcessLock
-from engine.processing.checkpoint import image_processor_config
+from engine.processing.checkpoint import image_processor_config, num_embeddings
 from engine.processing.patch_normalization import PatchNormalization
 from engine.processing.reranker import Reranker
 from engine.processing.vision_family import image_token_id, vision_family
@@ -121,6 +121,7 @@ class MLXRunner:
         self._batch = DecodeBatch(self._language_model, self._head, model.vocab_size, compiled)
         self._prompts: dict[str, PromptState] = {}  # by the ids of the rows that share it
         self.max_context_tokens, self.vocab_size = model.max_context_tokens, model.vocab_size
+        self.num_embeddings = num_embeddings(model.config)
         self.drafts: Sequence[Drafts]
         self.no_drafts: Mapping[Proposer, str]
         self.drafts, self.no_drafts = drafts_offered(config, self._head, model.mtp_status, self._language_model)

@@ -124,7 +124,7 @@ class Penalties:
         if not index:
             return None
         counts = np.stack([np.bincount(rows[i].output_token_ids, minlength=vocab_size) for i in index])
-        in_prompt = np.stack([np.bincount(rows[i].spec.token_ids, minlength=vocab_size) for i in index])
+        in_prompt = np.stack([np.bincount(rows[i].spec.token_ids, minlength=vocab_size)[:vocab_size] for i in index])
         params = [rows[i].sampling for i in index]
         return cls(index, params, mx.array(counts.astype(np.float32)), mx.array(in_prompt) > 0)
 

@@ -40,6 +40,10 @@ def refusal(config: dict[str, Any]) -> str | None:
     model_type, blocks = str(config.get("model_type")), config.get("block_configs")
     if model_type == "glm5_next" and text_section(config).get("index_kpool_always_select_tail") is False:
         return "with index_kpool_always_select_tail false its first tokens see no token, not even themselves"
+    if model_type == "molmo2":
+        for name in ("norm_after", "rope_scaling_layers"):
+            if value := text_section(config).get(name):
+                return f"config.json has {name} {value!r}, which the library's module does not read"
     if model_type in NEMOTRON_NAS and isinstance(blocks, list):
         attentions = [block.get("attention") if isinstance(block, dict) else None for block in blocks]
         for i, attention in enumerate(attentions):

@@ -97,7 +97,7 @@ class VisionEncoder:
         image, tower = encoding.image, self._tower
         start, end = encoding.num_done, min(encoding.num_done + max(num_blocks, 1), self.num_blocks)
         state = encoding.state or tower.begin(self._pixels(image), image.grid_thw)
-        state.tiles, state.unpadded = image.tiles, image.unpadded
+        state.tiles, state.unpadded, state.thumbnail = image.tiles, image.unpadded, image.thumbnail
         for index in range(start, end):
             tower.run_block(index, state)  # replaces the hidden states of the last piece, which frees them
             mx.async_eval(state.arrays)  # one by one: macOS aborts commands that keep the GPU for several seconds

@@ -24,14 +24,18 @@ class TowerState:
     """Arrays that every block takes, such as the angles of the positions."""
     deepstack: list[mx.array] = field(default_factory=list)
     """Features [num_tokens, hidden] taken after some of the blocks."""
+    taken: list[mx.array] = field(default_factory=list)
+    """Hidden states after some of the blocks."""
     tiles: tuple[int, int] = (0, 0)
     """The image's, see ImagePatches."""
     unpadded: tuple[int, int] = (0, 0)
     """The image's, see ImagePatches."""
+    thumbnail: tuple[int, int] = (0, 0)
+    """The image's, see ImagePatches."""
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [self.hidden, *self.fixed, *self.deepstack]
+        return [self.hidden, *self.fixed, *self.deepstack, *self.taken]
 
 
 class VisionTower(Protocol):

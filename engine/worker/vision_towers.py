@@ -6,6 +6,8 @@ import mlx.core as mx
 import numpy as np
 
 from engine.worker import square_towers
+from engine.worker.lfm2_tower import Lfm2Tower
+from engine.worker.molmo2_tower import Molmo2Tower
 from engine.worker.view_towers import DeepseekOCR2Tower, DeepseekOCRTower
 from engine.worker.vision_tower import Grid, TowerState, VisionTower, filled_frames, frame_bounds, frames, square_grids
 
@@ -235,10 +237,13 @@ TOWERS: dict[str, type[VisionTower]] = {
     "idefics3": square_towers.Idefics3Tower,
     "internvl": square_towers.InternVLTower,
     "internvl_chat": square_towers.InternVLChatTower,
+    "lfm2-vl": Lfm2Tower,
+    "lfm2_vl": Lfm2Tower,
     "llava": square_towers.LlavaTower,
     "llava_next": square_towers.LlavaNextTower,
     "llava_onevision": square_towers.OnevisionTower,
     "mistral3": Mistral3Tower,
+    "molmo2": Molmo2Tower,
     "paddleocr_vl": PaddleOCRTower,
     "pixtral": PixtralTower,
     "smolvlm": square_towers.Idefics3Tower,

@@ -136,7 +136,7 @@ class FakeRunner:
     """
 
     def __init__(self, max_draft_tokens: int = 0, accepts: Callable[[int, int], bool] = lambda seed, position: True):
-        self.max_context_tokens, self.vocab_size = 100_000, VOCAB_SIZE
+        self.max_context_tokens, self.vocab_size, self.num_embeddings = 100_000, VOCAB_SIZE, VOCAB_SIZE
         self.max_draft_tokens = max_draft_tokens
         self.drafts: Sequence[Drafts] = tuple(Drafts(k) for k in range(1, max_draft_tokens + 1))
         self.no_drafts: Mapping[Proposer, str] = {} if max_draft_tokens else {"mtp": "the fake has none"}

@@ -23,6 +23,8 @@ from tests.support.families.family import (
     text,
 )
 from tests.support.families.vision import VISION_FAMILIES
+from tests.support.lfm2_family import LFM2_VL, UNDIVIDED
+from tests.support.molmo2_family import MOLMO2
 from tests.support.sighted_family import (
     IDS,
     IMAGE_SIZE,
@@ -239,6 +241,9 @@ SIGHTED: dict[str, SightedFamily] = {
     "llava_next": LLAVA_NEXT,
     "llava_onevision": ONEVISION,
     "mistral3": rows("mistral3", text("ministral3", WINDOWS, rope_parameters=SCALED_QUERIES), 2, seed=3),
+    "molmo2": MOLMO2,
+    "lfm2_vl": LFM2_VL,
+    "lfm2-vl": UNDIVIDED,
     "idefics3": idefics3("idefics3", text("llama"), seed=8),
     "smolvlm": idefics3("smolvlm", text("llama"), seed=8),
     "internvl": INTERNVL,
@@ -283,6 +288,16 @@ IN_WORDS: dict[str, tuple[str, str, str]] = {
         "tiles of the padded image behind a square of the whole",
         "one",
         "one run, with a token at the end of each row of the tiles",
+    ),
+    "molmo2": (
+        "overlapping crops of the enlarged image behind a square of the whole",
+        "one",
+        "one run per row, of the square and then of all crops together",
+    ),
+    "lfm2_vl": (
+        "patches of any shape, or tiles and a thumbnail of any shape",
+        "one",
+        "one run; or one per tile, each behind its row and column, and one of the thumbnail",
     ),
     "llava_siglip": ("one square", "one", "one run of as many tokens for every image"),
     "deepseek_ocr": (

@@ -1,5 +1,7 @@
 """A request is refused on arrival only if it could never be served."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ from engine.config import EngineConfig
 from engine.core.request_check import check_request
 from engine.errors import ContextLengthExceeded, InvalidRequest
 from engine.protocol import EngineRequest, SamplingParams
-from tests.support.fake_runner import FakeRunner
+from tests.support.fake_runner import VOCAB_SIZE, FakeRunner
 
 CONTEXT = 100
 
@@ -25,6 +27,19 @@ def test_a_prompt_whose_answer_just_fits_is_accepted_and_a_longer_one_refused_wi
         with pytest.raises(ContextLengthExceeded) as refused:
             check(num_tokens, CONTEXT - num_tokens + 1)
         assert refused.value.args[:3] == (num_tokens, CONTEXT - num_tokens + 1, CONTEXT)
+
+
+def test_a_prompt_may_have_tokens_without_a_logit_whose_logprobs_it_cannot_ask_for():
+    runner, config = FakeRunner(), EngineConfig()
+    runner.num_embeddings = VOCAB_SIZE + 8
+    request = EngineRequest("a", np.array([1, VOCAB_SIZE + 7], np.int32), SamplingParams(1), ())
+    check_request(request, config, runner)
+    with pytest.raises(InvalidRequest, match=f"token id {VOCAB_SIZE + 8} is not between 0 and {VOCAB_SIZE + 7}"):
+        check_request(replace(request, token_ids=np.array([VOCAB_SIZE + 8], np.int32)), config, runner)
+    with pytest.raises(InvalidRequest, match=f"has the token id {VOCAB_SIZE + 7}, .* ids up to {VOCAB_SIZE - 1}"):
+        check_request(replace(request, prompt_logprobs=0), config, runner)
+    with pytest.raises(InvalidRequest, match=f"stop token id {VOCAB_SIZE} is not between 0 and {VOCAB_SIZE - 1}"):
+        check_request(replace(request, stop_token_ids=(VOCAB_SIZE,)), config, runner)
 
 
 def test_an_empty_prompt_is_refused():

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from engine.config import GrammarConfig
 from engine.core.row import Matcher
@@ -20,7 +21,7 @@ from engine.processing.checkpoint import DEMO_MODEL
 from engine.processing.free_limits import FreeLimits
 from engine.processing.grammar import MAX_PENDING, GrammarCompiler
 from engine.protocol import GrammarSpec
-from tests.engine.processing.walks import STOPS, VOCAB_SIZE, accepts, compiled, encode, json_schema
+from tests.engine.processing.walks import NUM_TOKENS, STOPS, VOCAB_SIZE, accepts, compiled, encode, json_schema
 
 CODES = GrammarSpec("regex", "[A-Z]{2}-[0-9]{2}")
 SLOW = json_schema({"enum": [{"a": i} for i in range(8000)]})  # a few tenths of a second
@@ -190,6 +191,16 @@ def test_a_model_whose_tokenizer_cannot_be_read_is_named(tmp_path: Path) -> None
         GrammarCompiler(tmp_path, VOCAB_SIZE, STOPS, GrammarConfig())
     with pytest.raises(EngineFailed, match="no stop token"):
         GrammarCompiler(DEMO_MODEL, VOCAB_SIZE, (), GrammarConfig())
+
+
+def test_tokens_without_a_logit_are_not_allowed(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<im_patch>", "<im_end>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    compiler = GrammarCompiler(tmp_path, NUM_TOKENS, STOPS, GrammarConfig())
+    matcher = asyncio.run(compiler.compile(CODES))
+    assert accepts(matcher, "AB-12") and not accepts(matcher, "AB-1")
+    assert matcher.masks().shape == (1, -(-NUM_TOKENS // 32))
 
 
 def test_a_grammar_that_grows_too_large_while_matching_fails_its_row(monkeypatch: pytest.MonkeyPatch) -> None:

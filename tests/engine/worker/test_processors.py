@@ -102,6 +102,15 @@ def test_token_counts_after_joins_removals_and_commits_equal_counts_on_the_host(
         np.testing.assert_allclose(shaped[i, 0], expected(logits[i, 0], r, []), rtol=1e-5, atol=1e-5)
 
 
+def test_tokens_of_a_prompt_without_a_logit_are_not_counted():
+    logits = np.random.default_rng(0).normal(0, 3, (2, 1, VOCAB)).astype(np.float32)
+    asking = [row("with", [1, VOCAB + 3, VOCAB], [2], repetition_penalty=2.0), row("r", [1], [2], presence_penalty=1.0)]
+    shaped = np.array(LogitsProcessors.of(asking, VOCAB)(mx.array(logits), mx.array([[2], [2]]), mx.array([[1], [1]])))
+    without = [row("without", [1], [2], repetition_penalty=2.0), asking[1]]
+    for i, one in enumerate(without):
+        np.testing.assert_allclose(shaped[i, 0], expected(logits[i, 0], one, []), rtol=1e-5, atol=1e-5)
+
+
 def test_the_input_logits_are_not_modified():
     logits = mx.array(np.random.default_rng(0).normal(size=(1, 1, VOCAB)).astype(np.float32))
     before = np.array(logits)

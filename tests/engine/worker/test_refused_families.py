@@ -76,6 +76,21 @@ def test_the_first_tokens_of_an_index_without_the_tail_see_no_token():
     assert (np.array(seen)[0] >= 0).sum(axis=1).tolist() == [0, 0, 0, 4, 4, 4]
 
 
+@pytest.mark.parametrize(("name", "value"), [("norm_after", True), ("rope_scaling_layers", [0])])
+def test_fields_of_molmo2_that_change_no_logit_are_refused(name: str, value: Any, tmp_path):
+    config = copy.deepcopy(FAMILIES["molmo2"].config)
+    mx.random.seed(0)
+    plain = zoo.new_module(config).language_model
+    config["text_config"][name] = value
+    other = zoo.new_module(config).language_model
+    other.update(plain.parameters())
+    first, second = (logits(lm, [1, 2, 3], make_prompt_cache(lm)) for lm in (plain, other))
+    np.testing.assert_array_equal(first, second)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineFailed, match=rf"family molmo2 .*config\.json has {name} .* does not read"):
+        loader.load(EngineConfig(model=str(tmp_path), device="cpu"), lambda progress: None)
+
+
 @pytest.mark.parametrize("family", [name for name, reason in REFUSED.items() if reason == DECISIONS])
 def test_the_library_says_that_a_family_makes_decisions(family: str):
     assert library(family).Model.decision_types

@@ -1,0 +1,120 @@
+"""ImagePlaceholder: the text that stands for an image in a prompt, for each way in which families write it."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.processing.overlap_grid import row_lengths
+from engine.protocol import ImagePatches
+
+
+@dataclass(frozen=True)
+class ImagePlaceholder:
+    """What stands for one image in a prompt."""
+
+    text: str
+    """Text with one image token per run of image tokens, and the strings around and between the runs."""
+    runs: tuple[int, ...]
+    """Image tokens of each run."""
+
+    @property
+    def num_repeated(self) -> int:
+        """Image tokens that the text does not have yet."""
+        return sum(self.runs) - len(self.runs)
+
+
+@dataclass(frozen=True)
+class SpecialStrings:
+    """The strings of a checkpoint's tokenizer that placeholders are made of."""
+
+    image: str
+    """The image token."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """config.json, processor_config.json and tokenizer_config.json in one, the first one's keys first."""
+
+    def named(self, key: str, default: str) -> str:
+        """Return the string under a key of the configuration files."""
+        value = self.config.get(key)
+        value = value.get("content") if isinstance(value, Mapping) else value
+        return value if isinstance(value, str) else default
+
+
+def one_run(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    """All tokens of the image, with nothing around them that the chat template does not write."""
+    return ImagePlaceholder(strings.image, (image.num_tokens,))
+
+
+def in_gemma3(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    """One run per square, as Gemma 3 has it: of the image, and of each of its crops."""
+    begin, end = gemma3_begin(strings), strings.named("eoi_token_index", "<end_of_image>")
+    text, num_squares = f"\n\n{begin}{strings.image}{end}\n\n", image.grid_thw[0]
+    runs = (image.num_tokens // num_squares,) * num_squares
+    if num_squares > 1:
+        crops = " ".join([text] * (num_squares - 1))
+        text = f"Here is the original image {text} and here are some crops to help you see better {crops}"
+    return ImagePlaceholder(text, runs)
+
+
+def gemma3_begin(strings: SpecialStrings) -> str:
+    """Return the string that Gemma 3's chat template writes for an image."""
+    return strings.named("boi_token_index", "<start_of_image>")
+
+
+def in_rows(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    """One run per row of tokens, as Pixtral has it."""
+    _, height, width = image.grid_thw
+    merge_size = math.isqrt(height * width // image.num_tokens)
+    num_rows, next_row = height // merge_size, strings.named("image_break_token", "[IMG_BREAK]")
+    text = (strings.image + next_row) * (num_rows - 1) + strings.image
+    return ImagePlaceholder(text + strings.named("image_end_token", "[IMG_END]"), (width // merge_size,) * num_rows)
+
+
+def in_tiles(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    """One run per tile, with the row and column of each, as Idefics3 has it."""
+    (num_tiles, _, _), (rows, columns) = image.grid_thw, image.tiles
+    around, lines = "<fake_token_around_image>", ""
+    for row in range(1, rows + 1):
+        lines += "".join(f"{around}<row_{row}_col_{column}>{strings.image}" for column in range(1, columns + 1)) + "\n"
+    text = f"{lines}\n" if lines else ""
+    runs = (image.num_tokens // num_tiles,) * num_tiles
+    return ImagePlaceholder(f"{text}{around}<global-img>{strings.image}{around}", runs)
+
+
+def in_internvl(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    """One run between the strings that InternVL's processor writes around it."""
+    begin, end = strings.named("start_image_token", "<img>"), strings.named("end_image_token", "</img>")
+    return ImagePlaceholder(f"{begin}{strings.image}{end}", (image.num_tokens,))
+
+
+def in_marked_tiles(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    """One run per tile behind its row and column, then one of the thumbnail, as LFM2-VL has it; else one run."""
+    marks = strings.config.get("use_image_special_tokens", True)
+    (num_tiles, height, width), columns = image.grid_thw, max(image.tiles[1], 1)
+    parts, per_tile = [f"<|img_row_{i // columns + 1}_col_{i % columns + 1}|>" for i in range(num_tiles)], 0
+    num_patches = num_tiles * height * width + image.thumbnail[0] * image.thumbnail[1]
+    per_tile = height * width * image.num_tokens // num_patches
+    runs = (per_tile,) * num_tiles
+    if not any(image.tiles):
+        parts = [""]
+    elif any(image.thumbnail):
+        parts.append(strings.named("image_thumbnail_token", "<|img_thumbnail|>"))
+        runs += (image.num_tokens - num_tiles * per_tile,)
+    begin, end = (strings.named(f"image_{at}_token", f"<|image_{at}|>") for at in ("start", "end"))
+    if not marks:
+        return ImagePlaceholder(strings.image * len(runs), runs)
+    return ImagePlaceholder(begin + "".join(part + strings.image for part in parts) + end, runs)
+
+
+def in_crops(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    """One run per row of the square of the whole image, then one per row of its crops together, as Molmo2 has it.
+
+    The settings are those of processor_config.json, which mlx_vlm does not read, as transformers does.
+    """
+    runs, side = row_lengths(image.grid_thw[1], image.unpadded), -(-image.grid_thw[1] // 2)
+    given = strings.config.get
+    ends, ends_whole = given("image_use_col_tokens", True), given("use_single_crop_col_tokens")
+    row, whole = (strings.image + "<im_col>" * bool(one) for one in (ends, ends if ends_whole is None else ends_whole))
+    begin = "<low_res_im_start>" if given("use_single_crop_start_token", True) else "<im_start>"
+    text = f"{begin}{whole * side}<im_end><im_start>{row * (len(runs) - side)}<im_end>"
+    return ImagePlaceholder(text, runs)
