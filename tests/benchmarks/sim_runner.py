@@ -226,7 +226,7 @@ class ClockRunner:
     """A ModelRunner over a virtual clock, with the memory that its rows, prompts and snapshots would really take."""
 
     max_context_tokens = 262_144
-    vocab_size = VOCAB_SIZE
+    vocab_size = num_embeddings = VOCAB_SIZE
     image_token_id: int | None = None
     snapshots_prefixes = False
     no_sparse: str | None = "no sparse plans in the simulation"

@@ -34,7 +34,7 @@ class PacedRunner(NoSnapshots):
     """
 
     def __init__(self, token_id: int):
-        self.max_context_tokens = self.vocab_size = 1 << 20
+        self.max_context_tokens = self.vocab_size = self.num_embeddings = 1 << 20
         self.capabilities: dict[str, Any] = {}
         self.emissions: dict[int, list[float]] = {}
         self._output = RowOutput((token_id,))

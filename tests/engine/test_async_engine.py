@@ -23,7 +23,7 @@ from tests.support.faults import Hanging
 class CountingRunner(NoSnapshots):
     """Every row gets 0, 1, 2, ...; a step takes `step_s`."""
 
-    max_context_tokens, vocab_size, capabilities = 1000, 100, {"media": []}
+    max_context_tokens, vocab_size, num_embeddings, capabilities = 1000, 100, 100, {"media": []}
 
     def __init__(self, step_s: float = 0.0):
         self.step_s, self.next, self.hold, self.closed = step_s, {}, 0.0, False

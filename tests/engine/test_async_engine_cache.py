@@ -75,7 +75,7 @@ def test_cache_queries_to_an_engine_that_was_shut_down_are_refused():
 def words_runner() -> FakeRunner:
     """For prompts of the demo model's tokenizer."""
     runner = FakeRunner()
-    runner.vocab_size = 100_000
+    runner.vocab_size = runner.num_embeddings = 100_000
     return runner
 
 

@@ -24,7 +24,7 @@ LENGTH = 40 + 3 * 20
 
 def make_runner(config: EngineConfig, progress: Callable[[float], None]) -> FakeRunner:
     runner = FakeRunner()
-    runner.vocab_size = 10_000
+    runner.vocab_size = runner.num_embeddings = 10_000
     return runner
 
 

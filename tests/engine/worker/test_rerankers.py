@@ -94,7 +94,7 @@ def test_scores_of_low_precision_weights_are_finer_than_logits_of_low_precision(
 
 def test_tokens_that_cannot_be_scored_are_refused_by_field():
     runner = FakeRunner()
-    runner.vocab_size = 512
+    runner.vocab_size = runner.num_embeddings = 512
     with pytest.raises(InvalidRequest, match="scored token id 512 is not between 0 and 511") as error:
         check_request(scored("d", [5], (512, NO)), EngineConfig(), runner)
     assert error.value.field == "scored_tokens"
