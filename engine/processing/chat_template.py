@@ -30,18 +30,26 @@ TEMPLATE_ERRORS = (
 """Exceptions that a template may raise for an unsupported conversation."""
 
 CONTENTS_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-"""Template of an embedding model that has none; its inputs are never rendered."""
+"""Template of a model that has none and reads plain text, and of an embedding model, whose inputs are not rendered."""
 
 
 class ChatTemplate:
     """The chat template of one checkpoint, and the tokenizer that it is loaded with. Thread-safe.
 
+    Args:
+        model_dir: The checkpoint.
+        is_plain: Whether a prompt is the text of the messages if the checkpoint has no template.
+        adds_beginning: Whether each prompt begins with the tokenizer's bos token, or its eos token if there is none,
+            also if the template does not write it.
+
     Raises:
         EngineFailed: The directory has no usable tokenizer.json or no chat template.
     """
 
-    def __init__(self, model_dir: Path):
-        self._renderer = _load_renderer(model_dir)
+    def __init__(self, model_dir: Path, is_plain: bool = False, adds_beginning: bool = False):
+        self._renderer = _load_renderer(model_dir, is_plain or EmbeddingModel.read(model_dir) is not None)
+        beginning: Any = self._renderer.bos_token or self._renderer.eos_token if adds_beginning else None
+        self._beginning = str(beginning or "")
 
     @property
     def backend_tokenizer(self) -> Tokenizer:
@@ -96,7 +104,7 @@ class ChatTemplate:
         except TEMPLATE_ERRORS as error:
             reason = restore(str(error)) or type(error).__name__
             raise InvalidRequest(f"The model's chat template rejects this conversation: {reason}", "messages") from None
-        return str(rendered)
+        return self._begun(str(rendered))
 
     def render_unfinished(self, conversation: Conversation) -> str:
         """Render the conversation up to the end of its final message's text. Raises InvalidRequest."""
@@ -106,7 +114,10 @@ class ChatTemplate:
             )
         except TEMPLATE_ERRORS:  # transformers' message contains the whole conversation
             raise InvalidRequest("The model's chat template cannot continue the final message", "messages") from None
-        return str(rendered)
+        return self._begun(str(rendered))
+
+    def _begun(self, rendered: str) -> str:
+        return rendered if rendered.startswith(self._beginning) else self._beginning + rendered
 
     def try_render(self, kwargs: dict[str, Any], messages: Messages, add_generation_prompt: bool) -> str | None:
         """Render as `render`; return None if the template refuses."""
@@ -138,7 +149,7 @@ class ChatTemplate:
         return in_place("user", "assistant", "system", "user") and in_place("system", "user", "system", "user")
 
 
-def _load_renderer(model_dir: Path) -> "PreTrainedTokenizerFast":
+def _load_renderer(model_dir: Path, is_plain: bool) -> "PreTrainedTokenizerFast":
     from transformers import PreTrainedTokenizerFast  # takes a second, so only processes that render import it
 
     # The generic class uses tokenizer.json as it is. AutoTokenizer selects a class by model type and rebuilds the
@@ -152,9 +163,8 @@ def _load_renderer(model_dir: Path) -> "PreTrainedTokenizerFast":
     try:
         renderer.get_chat_template()
     except ValueError:
-        if EmbeddingModel.read(model_dir) is not None:
-            renderer.chat_template = CONTENTS_TEMPLATE
-            return renderer
-        places = "tokenizer_config.json, chat_template.jinja or chat_template.json"
-        raise EngineFailed(f"{model_dir}: no chat template in {places}") from None
+        if not is_plain:
+            places = "tokenizer_config.json, chat_template.jinja or chat_template.json"
+            raise EngineFailed(f"{model_dir}: no chat template in {places}") from None
+        renderer.chat_template = CONTENTS_TEMPLATE
     return renderer

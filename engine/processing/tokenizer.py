@@ -74,7 +74,12 @@ class ChatTokenizer:
     def __init__(self, model_dir: Path):
         config = read_config(model_dir)
         generation = read_optional_json(model_dir / "generation_config.json")
-        self._template = ChatTemplate(model_dir)
+        family = vision_family(config)
+        self._template = ChatTemplate(
+            model_dir,
+            is_plain=family is not None and family.is_plain,
+            adds_beginning=family is not None and family.adds_beginning,
+        )
         self._tokenizer: Tokenizer = self._template.backend_tokenizer
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -83,7 +88,6 @@ class ChatTokenizer:
         self.token_bytes = TokenBytes(self._tokenizer)
         self.image_token_id: int | None = image_token_id(config)
         self._strings = strings = self._special_strings(model_dir, config)
-        family = vision_family(config)
         self._placeholder = one_run if family is None else family.placeholder
         self._media_markers = None if self._strings is None else self._find_markers(config, family, self._strings)
         self._media_token_ids = {config.get(key) for key in ("image_token_id", "image_token_index", "video_token_id")}

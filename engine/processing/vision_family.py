@@ -46,6 +46,11 @@ class VisionFamily:
     in_text: Callable[[SpecialStrings], str] | None = None
     """Returns what stands for an image in a message whose template takes only text; None: images need a template that
     takes parts."""
+    adds_beginning: bool = False
+    """Whether the processor begins each prompt with the tokenizer's bos token, or its eos token if there is none, where
+    the chat template does not."""
+    is_plain: bool = False
+    """Whether a prompt is the text of the messages where the checkpoint has no chat template."""
     deepstack: frozenset[str] = frozenset()
     """Those of model_types whose language model takes deepstack features."""
     towers: frozenset[str] = frozenset()
@@ -300,6 +305,7 @@ MOLMO2 = VisionFamily(
     processors=_named("Molmo2"),
     placeholder=in_crops,
     marker=lambda strings: "<|image|>",
+    adds_beginning=True,
     required_keys=("image_patch_id", "vision_config.vit_config", "vision_config.adapter_config.pooling_attention_mask"),
     config_values={
         "vision_config.vit_config.hidden_act": "gelu_pytorch_tanh",
@@ -349,6 +355,8 @@ DEEPSEEK_OCR = VisionFamily(
     placeholder=one_run,
     image_token="<image>",
     in_text=lambda strings: f"{strings.image}\n",
+    adds_beginning=True,
+    is_plain=True,
     setting_values=deepseek_ocr.SETTINGS,
     config_values=deepseek_ocr.CONFIG,
     defaults={
