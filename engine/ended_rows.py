@@ -13,7 +13,7 @@ MAX_TIMELINES = 1000
 
 
 class EndedRows:
-    """Timelines of ended rows, for metrics and for those who ask by request id."""
+    """Timelines of ended rows, for metrics and for lookups by request id."""
 
     def __init__(self) -> None:
         self._timelines: OrderedDict[str, RowTimeline] = OrderedDict()  # by row id

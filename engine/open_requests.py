@@ -64,11 +64,11 @@ class OpenRequests:
                 retry_after_s=predict_wait(),
                 limit="max_queue",
             )
-        held, limit = self.num_pixel_bytes, config.image_memory_mb * 2**20
-        if held and held + request.num_pixel_bytes > limit:
+        num_bytes, num_more, limit = self.num_pixel_bytes, request.num_pixel_bytes, config.image_memory_mb * 2**20
+        if num_more and num_bytes and num_bytes + num_more > limit:
             raise Overloaded(
-                f"the images of open requests take {held} bytes and those of this request {request.num_pixel_bytes}; "
-                f"the limit is {limit} bytes (image_memory_mb)",
+                f"the images of open requests take {num_bytes} bytes and those of this request {num_more}; the "
+                f"limit is {limit} bytes (image_memory_mb)",
                 retry_after_s=predict_wait(),
                 limit="image_memory_mb",
             )
@@ -84,6 +84,7 @@ class OpenRequests:
         return key, stream
 
     def close(self, key: str) -> None:
+        """Forget a request whose output is read to its end, or is no longer read."""
         self.compiling.discard(key)
         del self.streams[key], self._keys[request_id_of(key)], self._pixel_bytes[key]
         if not self.streams:

@@ -53,13 +53,12 @@ MAX_WARM, WARM_SHARE = 8, 0.25
 WARM_FOR_S = 600.0
 """A node that has not been idle for long enough within so many seconds stays as it is."""
 
-
 IDLE_WAIT_S = 5.0
 """Longest wait of a node that gives a copy until its link is idle."""
 
 
 class SnapshotTakeOver:
-    """Gives and takes snapshots on the event loop.
+    """Gives and takes snapshots on the event loop; `write` may be called in any thread.
 
     Args:
         thread: The engine's thread.
@@ -87,10 +86,15 @@ class SnapshotTakeOver:
         self._refused: Counter[str] = Counter()  # by NotTaken
 
     def write(self, digest: str) -> "Future[bool]":
-        """Write a snapshot that may be only in memory, between two steps; see PrefixCache.write_now. On any thread."""
+        """Write a snapshot that may be only in memory, between two steps; see PrefixCache.write_now.
+
+        May be called in any thread. Nothing completes the future of an engine that ends meanwhile.
+        """
         done: Future[bool] = Future()
 
         def write(core: EngineCore) -> None:
+            if not done.set_running_or_notify_cancel():
+                return
             try:
                 done.set_result(core.prefixes.write_now(digest))
             except Exception:  # must not end the device thread

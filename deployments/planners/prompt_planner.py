@@ -15,7 +15,7 @@ from deployments.requests import ChatRequest, Message, PackedMessages, Thinking
 from engine.config import EngineConfig
 from engine.errors import ContextLengthExceeded, EngineFailed, InvalidRequest
 from engine.processing.answer_constraint import answer_constraint
-from engine.processing.checkpoint import read_config, refuse_code, resolve_checkpoint, vocab_size
+from engine.processing.checkpoint import num_embeddings, read_config, refuse_code, resolve_checkpoint, vocab_size
 from engine.processing.context import choose_context
 from engine.processing.fingerprint import checkpoint_fingerprint
 from engine.processing.generation_defaults import GenerationDefaults
@@ -48,7 +48,7 @@ class PromptPlanner:
         self.model_dir = resolve_checkpoint(config.model, config.revision, weights=False)
         refuse_code(self.model_dir)
         config_of_model = read_config(self.model_dir)
-        self._vocab_size = vocab_size(config_of_model)
+        self._vocab_size, self._num_embeddings = vocab_size(config_of_model), num_embeddings(config_of_model)
         self._max_context_tokens = choose_context(config, config_of_model)
         self.tokenizer = ChatTokenizer(self.model_dir)
         self._checkpoint = checkpoint_fingerprint(self.model_dir)
@@ -256,8 +256,8 @@ class PromptPlanner:
 
     def _check_token_ids(self, token_ids: Sequence[int], field: str | None) -> None:
         for i, token_id in enumerate(token_ids):
-            if not 0 <= token_id < self._vocab_size:
-                limit = f"this model's token ids are 0 to {self._vocab_size - 1}"
+            if not 0 <= token_id < self._num_embeddings:
+                limit = f"this model's token ids are 0 to {self._num_embeddings - 1}"
                 raise InvalidRequest(f"The token id at index {i} is {token_id}; {limit}.", field)
 
     def _prompt(

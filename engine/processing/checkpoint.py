@@ -190,7 +190,12 @@ def num_embeddings(config: dict[str, Any]) -> int:
     Molmo2 has further embeddings, of tokens around images, which its output layer lacks.
     """
     size = vocab_size(config)
-    return size + int(text_section(config).get("additional_vocab_size", 128)) if _is_molmo2(config) else size
+    if not _is_molmo2(config):
+        return size
+    more = text_section(config).get("additional_vocab_size", 128)
+    if type(more) is not int or more < 0:
+        raise EngineFailed(f"config.json: additional_vocab_size is {more!r}; it must be an integer of at least 0")
+    return size + more
 
 
 def _is_molmo2(config: dict[str, Any]) -> bool:

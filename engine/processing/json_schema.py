@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.processing.json_escapes import ALL_ESCAPES, ESCAPES, control_in
-from engine.processing.schema_forms import add_branches, bare, normal_copy
+from engine.processing.schema_forms import add_branches, normal_copy, strip_annotations
 from engine.processing.schema_keywords import mapping_of, path_of, shortened, subschemas
 from engine.processing.schema_problems import find_problems
 
@@ -34,7 +34,8 @@ def strict_schema(schema: Any) -> dict[str, Any]:
     normal = normal_copy(schema)
     for problem in find_problems(normal, is_strict=True):
         raise ValueError(problem.reason)
-    return bare(normal)
+    strip_annotations(normal)
+    return normal
 
 
 def lenient_schema(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -51,7 +52,8 @@ def lenient_schema(schema: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
             if problem.keyword == "oneOf":  # several branches may hold
                 add_branches(problem.owner, value)
             left_open.append(problem.place)
-    return bare(cleaned), left_open
+    strip_annotations(cleaned)
+    return cleaned, left_open
 
 
 def _drop_impossible_names(schema: dict[str, Any]) -> bool:

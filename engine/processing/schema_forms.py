@@ -66,14 +66,13 @@ def add_branches(schema: dict[str, Any], branches: Any) -> str:
     return f"/allOf/{len(every) - 1}/anyOf/"
 
 
-def bare(bare: dict[str, Any]) -> dict[str, Any]:
-    """Remove annotations and $schema, under whose old drafts llguidance ignores newer keywords."""
-    for _, schema in list(subschemas(bare)):
+def strip_annotations(root: dict[str, Any]) -> None:
+    """Remove annotations and $schema, under whose old drafts llguidance ignores newer keywords; mend bounds."""
+    for _, schema in list(subschemas(root)):
         if isinstance(schema, dict):
             for keyword in [key for key in schema if key not in ENFORCED]:
                 del schema[keyword]
             _mend_bounds(schema)
-    return bare
 
 
 def _mend_bounds(schema: dict[str, Any]) -> None:

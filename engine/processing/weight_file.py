@@ -3,7 +3,7 @@
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -40,22 +40,36 @@ class WeightFile:
                 self._header = file.read(length)
             self.tensors: dict[str, dict[str, Any]] = json.loads(self._header)
             self.tensors.pop("__metadata__", None)
-            ends = [tensor["data_offsets"][1] for tensor in self.tensors.values()]
-            expected = 8 + length + max(ends, default=0)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
+            expected = 8 + length + max(map(_end, self.tensors.values()), default=0)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
             raise EngineFailed(f"{path}: this is not a readable safetensors file ({error})") from None
         if size < expected:
             declared = f"its header declares {expected}"
             raise EngineFailed(f"{path}: the file has {size} bytes, but {declared}; is it incomplete?")
 
     def samples(self) -> Iterator[bytes]:
-        """Yield the header and the first SAMPLE_BYTES of each tensor, in the order of their names."""
+        """Yield the header and the first SAMPLE_BYTES of each tensor, in the order of their names.
+
+        Raises:
+            EngineFailed: The file cannot be read.
+        """
         yield self._header
-        with self.path.open("rb") as file:
-            for _, tensor in sorted(self.tensors.items()):
-                start, end = tensor["data_offsets"]
-                file.seek(8 + len(self._header) + start)
-                yield file.read(min(end - start, SAMPLE_BYTES))
+        try:
+            with self.path.open("rb") as file:
+                for _, tensor in sorted(self.tensors.items()):
+                    start, end = tensor["data_offsets"]
+                    file.seek(8 + len(self._header) + start)
+                    yield file.read(min(end - start, SAMPLE_BYTES))
+        except OSError as error:
+            raise EngineFailed(f"{self.path}: the weights cannot be read ({error})") from None
+
+
+def _end(tensor: Mapping[str, Any]) -> int:
+    """Return where a tensor's bytes end behind the header. Raises ValueError, TypeError or KeyError."""
+    start, end = tensor["data_offsets"]
+    if not 0 <= start <= end:
+        raise ValueError(f"a tensor begins at byte {start} and ends at byte {end}")
+    return end
 
 
 def weight_files(model_dir: Path) -> list[WeightFile]:

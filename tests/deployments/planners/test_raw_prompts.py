@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,6 +22,8 @@ from deployments.planners.text import TextMTP
 from deployments.requests import ChatRequest, Tool
 from engine.config import EmbeddingConfig, EngineConfig, PrefixCacheConfig
 from engine.errors import ContextLengthExceeded, InvalidRequest
+from tests.support.vision_families import SIGHTED
+from tests.support.vision_zoo import write_files
 
 USER = {"role": "user", "content": "What is 12 + 30?"}
 
@@ -60,6 +63,17 @@ def test_raw_prompt_that_is_empty_out_of_vocabulary_or_too_long_is_refused(cache
         with pytest.raises(ContextLengthExceeded, match="maximum context length is 64 tokens"):
             plan(small, raw(prompt))
     assert len(plan(small, raw((5,) * 63)).token_ids) == 63
+
+
+def test_a_raw_prompt_may_have_tokens_without_a_logit_which_end_no_answer(tmp_path: Path):
+    """Molmo2 has eight more embeddings than logits."""
+    planner = PromptPlanner(EngineConfig(model=str(write_files(tmp_path, SIGHTED["molmo2"]))))
+    most = SIGHTED["molmo2"].config["text_config"]["vocab_size"] + 8 - 1
+    assert plan(planner, raw((5, most))).token_ids.tolist() == [5, most]
+    with pytest.raises(InvalidRequest, match=rf"index 0 is {most + 1}; this model's token ids are 0 to {most}"):
+        plan(planner, raw((most + 1,)))
+    with pytest.raises(InvalidRequest, match=rf"stop_token_ids\[0\] is {most}; .* are 0 to {most - 8}"):
+        plan(planner, raw((5,), stop_token_ids=(most,)))
 
 
 def test_an_embedding_may_take_the_whole_context():

@@ -85,6 +85,12 @@ def test_config_of_the_published_repositories_and_of_converted_ones_is_read(tmp_
     tower = {key: config[key] for key in ("vit_config", "adapter_config")}
     assert (config["image_token_id"], config["vision_config"]) == (config["image_patch_id"], tower)
     assert num_embeddings(config) == config["text_config"]["vocab_size"] + 8
+    for wrong in (None, "8", -1):
+        text = {**config["text_config"], "additional_vocab_size": wrong}
+        with pytest.raises(
+            EngineFailed, match=rf"additional_vocab_size is {wrong!r}; it must be an integer of at least 0"
+        ):
+            num_embeddings({**config, "text_config": text})
     (tmp_path / "config.json").write_text(json.dumps({**MOLMO2.config, "image_token_id": 1, "vision_config": tower}))
     assert read_config(tmp_path) == {**config, "vision_config": tower}
 

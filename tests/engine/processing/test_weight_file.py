@@ -36,10 +36,18 @@ TENSOR = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
         (header(b"\xff\xfe"), "not a readable"),
         (header(json.dumps({"a": 1}).encode()), "not a readable"),
         (header(json.dumps({"a": {}}).encode()), "not a readable"),
+        (
+            header(json.dumps({"a": TENSOR | {"data_offsets": [16, 0]}}).encode()),
+            "begins at byte 16 and ends at",
+        ),
+        (header(json.dumps({"a": TENSOR | {"data_offsets": [-1, 0]}}).encode()), "begins at byte -1"),
+        (header(json.dumps({"a": TENSOR | {"data_offsets": ["a", 4]}}).encode()), "not a readable"),
+        (header(json.dumps({"a": TENSOR | {"data_offsets": [0]}}).encode()), "not a readable"),
+        (header(b'{"a":' * 100_000), "not a readable"),
         (header(json.dumps({"a": TENSOR}).encode()) + b"\0" * 15, "has 88 bytes, but its header declares 89"),
     ],
 )
-def test_a_damaged_file_is_named_by_all_who_read_it(tmp_path: Path, content: bytes, reason: str):
+def test_a_damaged_file_is_named_by_each_reader(tmp_path: Path, content: bytes, reason: str):
     (tmp_path / "model.safetensors").write_bytes(content)
     for read in (
         check_weights,
