@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from PIL import Image
 
-from engine.processing.image_grid import ImageGrid, ImageLayout
+from engine.processing.image_grid import ImageGrid, ImageLayout, within
 from engine.processing.tile_grid import tiles_of
 
 
@@ -77,7 +77,10 @@ class ThumbnailGrid(ImageGrid):
         return super()._patches(pixels, height // self.patch_size, width // self.patch_size)
 
     def _whole_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return the width and height in one piece. Source: `_smart_resize` of mlx_vlm's LFM2-VL processor."""
+        """Return the width and height in one piece.
+
+        Source: `_smart_resize` of mlx_vlm's LFM2-VL processor, which gives very narrow images more than max_whole.
+        """
         rows, columns = (max(1, round(side / self.factor)) for side in (height, width))
         if rows * columns > self.max_whole:
             scale = math.sqrt(height * width / (self.max_whole * self.factor**2))
@@ -85,6 +88,7 @@ class ThumbnailGrid(ImageGrid):
         elif rows * columns < self.min_whole:
             scale = math.sqrt(self.min_whole * self.factor**2 / (height * width))
             rows, columns = (math.ceil(side * scale / self.factor) for side in (height, width))
+        rows, columns = within(rows, columns, self.max_whole)
         return columns * self.factor, rows * self.factor
 
     def _is_divided(self, width: int, height: int) -> bool:

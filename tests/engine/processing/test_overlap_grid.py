@@ -32,6 +32,15 @@ def test_images_of_any_shape_have_the_crops_of_the_library(max_crops: int):
         assert 3 * layout.num_patches * 14**2 <= grid.max_tokens * grid.token_bytes
 
 
+@pytest.mark.parametrize("size", [(1, 20000), (20000, 1), (6368, 32)])
+@pytest.mark.parametrize("most", [4, 64, 300])
+def test_very_narrow_images_are_within_the_limit(most: int, size: tuple[int, int]):
+    grid, smallest = PUBLISHED.limited(most), PUBLISHED.limited(1).max_tokens
+    for one in (grid, grid.for_detail(True), PUBLISHED.for_detail(True)):
+        assert one.num_tokens(one.layout(*size)) <= one.max_tokens
+    assert grid.max_tokens <= max(most, smallest)
+
+
 @pytest.mark.parametrize("margin", [1, 2, 3])
 def test_patches_of_each_token_are_those_of_the_library(margin: int):
     """With patches of a few pixels, and both even and odd sides of the crops."""

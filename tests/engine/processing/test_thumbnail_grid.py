@@ -61,6 +61,17 @@ def test_images_of_any_shape_have_the_tiles_of_the_library(max_tiles: int, split
         assert grid.num_tokens(layout) <= grid.max_tokens
 
 
+@pytest.mark.parametrize("size", [(1, 20000), (20000, 1), (6368, 32)])
+@pytest.mark.parametrize("most", [4, 64, 300])
+def test_very_narrow_images_are_within_the_limit(most: int, size: tuple[int, int]):
+    grid = PUBLISHED.limited(most)
+    assert grid.max_tokens <= most
+    for one in (grid, grid.for_detail(True), replace(PUBLISHED, min_whole=200), PUBLISHED.for_detail(True)):
+        assert one.num_tokens(one.layout(*size)) <= one.max_tokens
+    close = replace(PUBLISHED, min_whole=most, max_whole=most, max_tiles=0)
+    assert close.num_tokens(close.layout(*size)) <= most
+
+
 def test_pixels_of_the_published_settings_are_those_of_the_library(tmp_path: Path):
     settings = {"image_processor_type": "Lfm2VlImageProcessor", "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     vision = {**LFM2_VL.config["vision_config"], "patch_size": 16}
