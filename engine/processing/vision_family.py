@@ -57,7 +57,7 @@ class VisionFamily:
     required_keys: tuple[str, ...] = ()
     """Keys of config.json that must not be missing; keys of its parts have dots between them."""
     setting_values: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the image processor that may be missing, and the value that they must have otherwise."""
+    """Settings of the image processor that may be missing or null, and the value that they must have otherwise."""
     config_values: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json that may be missing, and the value that they must have otherwise; keys of its parts have dots
     between them."""
@@ -103,7 +103,7 @@ class VisionFamily:
         if missing := [key for key in self.required_keys if _at(config, key, None) is None]:
             return f"config.json has no {missing[0]}"
         for key, supported in self.setting_values.items():
-            if (value := processor.get(key, supported)) != supported:
+            if (value := processor.get(key)) is not None and value != supported:
                 return f"the image processor has {key}: {value!r}; supported is {supported!r}"
         for key, supported in {**self.config_values, **self.required_values}.items():
             if (value := _at(config, key, self.config_values.get(key))) != supported:
@@ -300,6 +300,7 @@ MOLMO2 = VisionFamily(
     processors=_named("Molmo2"),
     placeholder=in_crops,
     marker=lambda strings: "<|image|>",
+    setting_values={"do_resize": True},
     required_keys=("image_patch_id", "vision_config.vit_config", "vision_config.adapter_config.pooling_attention_mask"),
     config_values={
         "vision_config.vit_config.hidden_act": "gelu_pytorch_tanh",
@@ -320,7 +321,7 @@ LFM2_VL = VisionFamily(
     name="lfm2_vl",
     model_types=frozenset(("lfm2_vl", "lfm2-vl")),
     processors=_named("Lfm2Vl", "Lfm2VlNumpy", "Siglip2"),
-    placeholder=in_marked_tiles,
+    placeholder=in_marked_tiles,  # do_resize is false in published checkpoints, and has no effect in the library
     config_values={
         "projector_hidden_act": "gelu",
         "vision_feature_layer": -1,

@@ -133,6 +133,7 @@ def test_towers_and_settings_for_which_the_library_is_not_written_are_refused_by
         "config.json has projector_config.projector_type: 'downsample_mlp_gelu'; supported is 'linear'"
     )
     assert reason({}, global_view_pos="tail") == "config.json has global_view_pos: 'tail'; supported is 'head'"
+    assert reason({"normalize": None}) is None
     assert reason({"normalize": False}) == "the image processor has normalize: False; supported is True"
     assert reason({"patch_size": 14}) == "the image processor has patch_size: 14; supported is 16"
     assert reason({"candidate_resolutions": [[1280, 1280]]}) == (
