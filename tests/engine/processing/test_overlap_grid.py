@@ -129,8 +129,15 @@ def test_towers_that_the_library_computes_otherwise_are_refused_by_name(tmp_path
         ({"overlap_margins": [3, 3]}, "overlap_margins are 3 patches; supported are 1 to 2"),
         ({"pooling_size": [3, 3]}, r"pooling_size is \[3, 3\]; supported is \[2, 2\]"),
         ({"max_crops": 0}, "max_crops is 0; it must be at least 1"),
+        ({"max_crops": 65}, "max_crops is 65; it must be at most 64"),
     ],
 )
 def test_settings_that_the_tower_does_not_take_are_refused(changes: dict[str, Any], message: str, tmp_path: Path):
     with pytest.raises(EngineFailed, match=message):
         ImagePreprocessor(write_files(tmp_path, replace(MOLMO2, processor={**MOLMO2.processor, **changes})))
+
+
+def test_tower_whose_images_are_not_square_is_refused(tmp_path: Path):
+    vit = {**MOLMO2.config["vit_config"], "image_default_input_size": [40, 48]}
+    with pytest.raises(EngineFailed, match=r"image_default_input_size is \[40, 48\]; supported are two equal numbers"):
+        ImagePreprocessor(write_files(tmp_path, replace(MOLMO2, config={**MOLMO2.config, "vit_config": vit})))

@@ -116,12 +116,24 @@ def test_placeholder_has_the_tokens_of_the_processor(
         ({"tile_size": 64}, "tile_size is 64; config.json has 32"),
         ({"max_image_tokens": 8}, "max_image_tokens is 8; config.json has 4"),
         ({"min_tiles": 1}, "min_tiles is 1; it must be between 2 and max_tiles, 3"),
+        ({"downsample_factor": 0}, "downsample_factor is 0; it must be at least 1"),
+        ({"min_image_tokens": 0}, "min_image_tokens is 0; it must be at least 1"),
+        ({"min_image_tokens": 5}, "min_image_tokens is 5; it must be at most max_image_tokens, 4"),
+        ({"max_pixels_tolerance": 0}, r"max_pixels_tolerance is 0\.0; it must be above 0"),
+        ({"max_tiles": 65}, "max_tiles is 65; it must be at most 64"),
         ({"min_tiles": 4}, "min_tiles is 4; it must be between 2 and max_tiles, 3"),
     ],
 )
 def test_settings_that_the_model_does_not_take_are_refused(changes: dict[str, Any], message: str, tmp_path: Path):
     with pytest.raises(EngineFailed, match=message):
         ImagePreprocessor(write_files(tmp_path, replace(LFM2_VL, processor={**LFM2_VL.processor, **changes})))
+
+
+@pytest.mark.parametrize(("key", "default"), [("tile_size", 512), ("max_image_tokens", 256)])
+def test_settings_that_config_lacks_are_those_of_the_library(key: str, default: int, tmp_path: Path):
+    config = {name: value for name, value in LFM2_VL.config.items() if name != key}
+    with pytest.raises(EngineFailed, match=rf"{key} is \d+; config.json lacks it, which means {default}"):
+        ImagePreprocessor(write_files(tmp_path, replace(LFM2_VL, config=config)))
 
 
 def test_towers_that_the_library_computes_otherwise_are_refused_by_name(tmp_path: Path):
