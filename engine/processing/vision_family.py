@@ -1,6 +1,6 @@
 """VisionFamily: the models whose images are supported, and the configurations of theirs that are accepted."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,6 +8,7 @@ from engine.processing import deepseek_ocr
 from engine.processing.image_placeholder import (
     ImagePlaceholder,
     SpecialStrings,
+    crop_marks,
     gemma3_begin,
     in_crops,
     in_gemma3,
@@ -16,6 +17,7 @@ from engine.processing.image_placeholder import (
     in_rows,
     in_tiles,
     one_run,
+    tile_marks,
 )
 from engine.protocol import ImagePatches
 
@@ -41,6 +43,9 @@ class VisionFamily:
     """Returns the placeholder of an image."""
     marker: Callable[[SpecialStrings], str] = lambda strings: strings.image
     """Returns the string that the chat template writes for an image, which the placeholder replaces."""
+    marks: Callable[[SpecialStrings, Mapping[str, Any]], Iterator[str]] | None = None
+    """Returns the tokens around image tokens that the tokenizer must have, by the settings of the image processor;
+    None: they are not checked."""
     image_token: str | None = None
     """The image token where config.json may lack its id."""
     in_text: Callable[[SpecialStrings], str] | None = None
@@ -300,6 +305,7 @@ MOLMO2 = VisionFamily(
     processors=_named("Molmo2"),
     placeholder=in_crops,
     marker=lambda strings: "<|image|>",
+    marks=crop_marks,
     setting_values={"do_resize": True},
     required_keys=("image_patch_id", "vision_config.vit_config", "vision_config.adapter_config.pooling_attention_mask"),
     config_values={
@@ -322,6 +328,7 @@ LFM2_VL = VisionFamily(
     model_types=frozenset(("lfm2_vl", "lfm2-vl")),
     processors=_named("Lfm2Vl", "Lfm2VlNumpy", "Siglip2"),
     placeholder=in_marked_tiles,  # do_resize is false in published checkpoints, and has no effect in the library
+    marks=tile_marks,
     config_values={
         "projector_hidden_act": "gelu",
         "vision_feature_layer": -1,

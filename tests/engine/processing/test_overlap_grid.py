@@ -89,6 +89,19 @@ def test_placeholder_has_the_tokens_that_processor_config_asks_for(
     assert text == library_placed((3, 3, height, width), columns)
 
 
+@pytest.mark.parametrize("mark", ["<im_start>", "<im_end>", "<im_col>", "<low_res_im_start>"])
+def test_tokenizer_without_a_token_around_crops_is_refused_by_its_name(mark: str, tmp_path: Path):
+    names = {name: "<other>" if one == mark else one for name, one in MOLMO2.names.items()}
+
+    def reason(**columns: bool) -> str | None:
+        family = replace(MOLMO2, names=names, processor_config=columns)
+        return images_unsupported_reason(tmp_path, read_config(write_files(tmp_path, family)))
+
+    assert reason() == f"the tokenizer has no token {mark}"
+    assert (reason(image_use_col_tokens=False) is None) == (mark == "<im_col>")
+    assert (reason(use_single_crop_start_token=False) is None) == (mark == "<low_res_im_start>")
+
+
 def test_config_of_the_published_repositories_and_of_converted_ones_is_read(tmp_path: Path):
     config = read_config(write_files(tmp_path, MOLMO2))
     tower = {key: config[key] for key in ("vit_config", "adapter_config")}
