@@ -11,8 +11,9 @@ import huggingface_hub.errors  # which the package would load only at a use by n
 
 from engine.demo import DEMO_MODEL
 from engine.errors import EngineFailed
+from engine.processing.image_placeholder import SpecialStrings
 from engine.processing.reference_config import text_section
-from engine.processing.vision_family import image_token_id, vision_family
+from engine.processing.vision_family import VisionFamily, image_token_id, vision_family
 from engine.smollm2 import SMOLLM2, is_made, smollm2_checkpoint, smollm2_directory
 
 VIDEO_PROCESSOR = "Qwen3VLVideoProcessor"
@@ -138,19 +139,18 @@ def read_config(model_dir: Path) -> dict[str, Any]:
             config["vision_config"] = {key: config.get(key, {}) for key in ("vit_config", "adapter_config")}
     family = vision_family(config)
     if family is not None and family.image_token is not None and image_token_id(config) is None:
-        token_id = _added_token_id(model_dir, family.image_token)
+        token_id = _added_tokens(model_dir).get(family.image_token)
         if token_id is not None:
             config["image_token_index"] = token_id
     return config
 
 
-def _added_token_id(model_dir: Path, content: str) -> int | None:
-    """Return the id of an added token of a checkpoint's tokenizer, None if it has none of this content."""
+def _added_tokens(model_dir: Path) -> dict[str, int]:
+    """Return the ids of the added tokens of a checkpoint's tokenizer by their content."""
     added = read_optional_json(model_dir / "tokenizer.json").get("added_tokens") or []
     named = read_optional_json(model_dir / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    found = [int(token["id"]) for token in added if token.get("content") == content]
-    found += [int(id_) for id_, token in named.items() if token.get("content") == content]
-    return next(iter(found), None)
+    found = {str(token.get("content")): int(id_) for id_, token in named.items()}
+    return {**found, **{str(token.get("content")): int(token["id"]) for token in added}}
 
 
 def refuse_code(model_dir: Path) -> None:
@@ -238,10 +238,25 @@ def images_unsupported_reason(model_dir: Path, config: dict[str, Any]) -> str | 
     """Return why the model accepts no images, None if it does."""
     family = vision_family(config)
     if family is not None:
-        return family.unsupported_reason(config, image_processor_config(model_dir))
+        processor = image_processor_config(model_dir)
+        return family.unsupported_reason(config, processor) or _missing_mark(model_dir, family, processor)
     if not isinstance(config.get("vision_config"), dict):
         return "it is a text model"
     return f"images of the family {config.get('model_type')} are not supported"
+
+
+def _missing_mark(model_dir: Path, family: VisionFamily, processor: dict[str, Any]) -> str | None:
+    """Return a reason that names a token around images which the tokenizer lacks, None if it lacks none."""
+    if family.marks is None:
+        return None
+    files = ("tokenizer_config.json", "processor_config.json")
+    more, added = [read_optional_json(model_dir / name) for name in files], _added_tokens(model_dir)
+    marks = family.marks(SpecialStrings("", {**more[0], **more[1]}), family.settings(processor))
+    try:
+        missing = next((mark for mark in marks if mark not in added), None)
+    except (TypeError, ValueError) as error:
+        return f"the settings of the image processor cannot be read ({error})"
+    return None if missing is None else f"the tokenizer has no token {missing}"
 
 
 def image_processor_config(model_dir: Path) -> dict[str, Any]:

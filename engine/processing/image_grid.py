@@ -41,6 +41,15 @@ class CutImage:
     content_hash: str  # sha256 hex digest over mode, size, padding and pixels after resizing
 
 
+def within(rows: int, columns: int, max_tokens: int) -> tuple[int, int]:
+    """Return rows and columns of tokens with the longer side cut so that they are at most max_tokens, or one."""
+    if rows * columns <= max_tokens:
+        return rows, columns
+    if rows > columns:
+        return max(max_tokens // columns, 1), columns
+    return rows, max(max_tokens // rows, 1)
+
+
 @dataclass(frozen=True)
 class ImageGrid(ABC):
     """The steps of an image processor before the normalisation of pixels."""

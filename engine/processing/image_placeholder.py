@@ -1,11 +1,11 @@
 """ImagePlaceholder: the text that stands for an image in a prompt, for each way in which families write it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.processing.overlap_grid import row_lengths
+from engine.processing.pooled_patches import POOL, row_lengths
 from engine.protocol import ImagePatches
 
 
@@ -89,21 +89,49 @@ def in_internvl(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholde
 
 def in_marked_tiles(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
     """One run per tile behind its row and column, then one of the thumbnail, as LFM2-VL has it; else one run."""
-    marks = strings.config.get("use_image_special_tokens", True)
     (num_tiles, height, width), columns = image.grid_thw, max(image.tiles[1], 1)
-    parts, per_tile = [f"<|img_row_{i // columns + 1}_col_{i % columns + 1}|>" for i in range(num_tiles)], 0
+    parts = [_tile_mark(i // columns + 1, i % columns + 1) for i in range(num_tiles)]
     num_patches = num_tiles * height * width + image.thumbnail[0] * image.thumbnail[1]
     per_tile = height * width * image.num_tokens // num_patches
     runs = (per_tile,) * num_tiles
     if not any(image.tiles):
         parts = [""]
     elif any(image.thumbnail):
-        parts.append(strings.named("image_thumbnail_token", "<|img_thumbnail|>"))
+        parts.append(_thumbnail_mark(strings))
         runs += (image.num_tokens - num_tiles * per_tile,)
-    begin, end = (strings.named(f"image_{at}_token", f"<|image_{at}|>") for at in ("start", "end"))
-    if not marks:
+    begin, end = _around_tiles(strings)
+    if not _has_tile_marks(strings):
         return ImagePlaceholder(strings.image * len(runs), runs)
     return ImagePlaceholder(begin + "".join(part + strings.image for part in parts) + end, runs)
+
+
+def tile_marks(strings: SpecialStrings, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the tokens that `in_marked_tiles` may write. settings: Those of the image processor."""
+    if not _has_tile_marks(strings):
+        return
+    yield from _around_tiles(strings)
+    if settings["do_image_splitting"]:
+        if settings["use_thumbnail"]:
+            yield _thumbnail_mark(strings)
+        most = int(settings["max_tiles"])
+        yield from (_tile_mark(row, 1 + i) for row in range(1, most + 1) for i in range(most // row))
+
+
+def _has_tile_marks(strings: SpecialStrings) -> bool:
+    return bool(strings.config.get("use_image_special_tokens", True))
+
+
+def _tile_mark(row: int, column: int) -> str:
+    return f"<|img_row_{row}_col_{column}|>"
+
+
+def _thumbnail_mark(strings: SpecialStrings) -> str:
+    return strings.named("image_thumbnail_token", "<|img_thumbnail|>")
+
+
+def _around_tiles(strings: SpecialStrings) -> tuple[str, str]:
+    begin, end = (strings.named(f"image_{at}_token", f"<|image_{at}|>") for at in ("start", "end"))
+    return begin, end
 
 
 def in_crops(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
@@ -111,10 +139,21 @@ def in_crops(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
 
     The settings are those of processor_config.json, which mlx_vlm does not read, as transformers does.
     """
-    runs, side = row_lengths(image.grid_thw[1], image.unpadded), -(-image.grid_thw[1] // 2)
-    given = strings.config.get
-    ends, ends_whole = given("image_use_col_tokens", True), given("use_single_crop_col_tokens")
-    row, whole = (strings.image + "<im_col>" * bool(one) for one in (ends, ends if ends_whole is None else ends_whole))
-    begin = "<low_res_im_start>" if given("use_single_crop_start_token", True) else "<im_start>"
+    runs, side = row_lengths(image.grid_thw[1], image.unpadded), -(-image.grid_thw[1] // POOL)
+    begin, whole_end, row_end = _crop_marks(strings)
+    whole, row = strings.image + whole_end, strings.image + row_end
     text = f"{begin}{whole * side}<im_end><im_start>{row * (len(runs) - side)}<im_end>"
     return ImagePlaceholder(text, runs)
+
+
+def crop_marks(strings: SpecialStrings, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the tokens that `in_crops` may write. settings: Those of the image processor."""
+    yield from (mark for mark in (*_crop_marks(strings), "<im_start>", "<im_end>") if mark)
+
+
+def _crop_marks(strings: SpecialStrings) -> tuple[str, str, str]:
+    """Return the begin of the whole image and the ends of its rows and of those of the crops, '' for none."""
+    given = strings.config.get
+    ends, ends_whole = given("image_use_col_tokens", True), given("use_single_crop_col_tokens")
+    whole, row = ("<im_col>" * bool(one) for one in (ends if ends_whole is None else ends_whole, ends))
+    return "<low_res_im_start>" if given("use_single_crop_start_token", True) else "<im_start>", whole, row

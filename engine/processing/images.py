@@ -20,10 +20,11 @@ from engine.processing.checkpoint import (
 )
 from engine.processing.image_file import ImageFile, ImageRefused, check_sides
 from engine.processing.image_grid import CutImage, ImageGrid
-from engine.processing.overlap_grid import POOL, OverlapGrid
+from engine.processing.overlap_grid import OverlapGrid
 from engine.processing.pan_grid import PanGrid
 from engine.processing.patch_grid import PatchGrid, RasterGrid
 from engine.processing.patch_normalization import PatchNormalization
+from engine.processing.pooled_patches import POOL
 from engine.processing.row_grid import RowGrid
 from engine.processing.split_grid import SplitGrid
 from engine.processing.square_grid import SquareGrid
@@ -38,6 +39,12 @@ QWEN_SETTINGS = (
     *("patch_size", "merge_size", "temporal_patch_size", "min_pixels", "max_pixels", "resample"),
     *("image_mean", "image_std", "rescale_factor", "do_normalize", "do_rescale"),
 )
+
+LFM2_SIZES = {"downsample_factor": 2, "tile_size": 512, "max_image_tokens": 256}
+"""Settings of LFM2-VL that config.json has as well, and the library's values where it lacks them."""
+
+MAX_CROPS = 64
+"""Most tiles or crops of an image: their arrangements are enumerated."""
 
 
 class ImagePreprocessor:
@@ -318,35 +325,53 @@ def _anyres_grid(
 
 
 def _lfm2_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> ThumbnailGrid:
-    patch_size = int(settings.get("encoder_patch_size", settings.get("patch_size", 16)))
-    merge_size, side = int(settings["downsample_factor"]), int(settings["tile_size"])
-    most, least = int(settings["max_image_tokens"]), int(settings["min_tiles"])
-    of_model = {**config, "encoder_patch_size": config["vision_config"].get("patch_size", 16)}
-    found = {"encoder_patch_size": patch_size, "downsample_factor": merge_size}
-    for key, value in {**found, "tile_size": side, "max_image_tokens": most}.items():
-        if (expected := of_model.get(key, value)) != value:
-            raise ValueError(f"{key} is {value}; config.json has {expected}")
-    if side % (factor := patch_size * merge_size):
-        raise ValueError(f"tile_size is {side}; it must be a multiple of {factor}")
-    if not 2 <= least <= settings["max_tiles"]:
-        raise ValueError(f"min_tiles is {least}; it must be between 2 and max_tiles, {settings['max_tiles']}")
+    sizes, tolerance = _lfm2_sizes(settings), float(settings["max_pixels_tolerance"])
+    of_model = {**LFM2_SIZES, **config, "encoder_patch_size": config["vision_config"].get("patch_size", 16)}
+    for key in ("encoder_patch_size", *LFM2_SIZES):
+        if (expected := of_model[key]) != sizes[key]:
+            is_lacking = key in LFM2_SIZES and key not in config
+            has = "config.json lacks it, which means" if is_lacking else "config.json has"
+            raise ValueError(f"{key} is {sizes[key]}; {has} {expected}")
+    if not tolerance > 0:
+        raise ValueError(f"max_pixels_tolerance is {tolerance}; it must be above 0")
     return ThumbnailGrid(
-        patch_size=patch_size,
-        merge_size=merge_size,
+        patch_size=sizes["encoder_patch_size"],
+        merge_size=sizes["downsample_factor"],
         resample=int(settings["resample"]),
-        min_whole=int(settings["min_image_tokens"]),
-        max_whole=most,
-        tolerance=float(settings["max_pixels_tolerance"]),
-        side=side,
-        min_tiles=least,
-        max_tiles=int(settings["max_tiles"]) if settings["do_image_splitting"] else 0,
+        min_whole=sizes["min_image_tokens"],
+        max_whole=sizes["max_image_tokens"],
+        tolerance=tolerance,
+        side=sizes["tile_size"],
+        min_tiles=sizes["min_tiles"],
+        max_tiles=sizes["max_tiles"] if settings["do_image_splitting"] else 0,
         has_thumbnail=bool(settings["use_thumbnail"]),
     )
 
 
+def _lfm2_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
+    """Return the whole numbers of LFM2-VL's image processor. Raises ValueError for one outside its range."""
+    patch_size = settings.get("encoder_patch_size", settings.get("patch_size", 16))
+    keys = (*LFM2_SIZES, "min_image_tokens", "min_tiles", "max_tiles")
+    sizes = {"encoder_patch_size": int(patch_size), **{key: int(settings[key]) for key in keys}}
+    for key, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{key} is {value}; it must be at least 1")
+    if (side := sizes["tile_size"]) % (factor := sizes["encoder_patch_size"] * sizes["downsample_factor"]):
+        raise ValueError(f"tile_size is {side}; it must be a multiple of {factor}")
+    if (fewest := sizes["min_image_tokens"]) > (most := sizes["max_image_tokens"]):
+        raise ValueError(f"min_image_tokens is {fewest}; it must be at most max_image_tokens, {most}")
+    if not 2 <= (least := sizes["min_tiles"]) <= sizes["max_tiles"]:
+        raise ValueError(f"min_tiles is {least}; it must be between 2 and max_tiles, {sizes['max_tiles']}")
+    _check_crops("max_tiles", sizes["max_tiles"])
+    return sizes
+
+
 def _molmo2_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> OverlapGrid:
     tower, size = config["vision_config"]["vit_config"], settings["size"]
-    sizes = {"patch_size": tower.get("image_patch_size", 14), "image_size": tower.get("image_default_input_size", 378)}
+    of_tower = tower.get("image_default_input_size", 378)
+    if isinstance(of_tower, list) and of_tower != of_tower[:1] * 2:
+        raise ValueError(f"image_default_input_size is {of_tower}; supported are two equal numbers of pixels")
+    sizes = {"patch_size": tower.get("image_patch_size", 14), "image_size": of_tower}
     patch_size, side = _tower_patches({"vision_config": sizes}, size["height"])
     margin, *others = settings["overlap_margins"]
     if (given := (size["width"], settings["patch_size"], others)) != (expected := (side, patch_size, [margin])):
@@ -358,6 +383,7 @@ def _molmo2_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Over
         raise ValueError(f"pooling_size is {pooling}; supported is {[POOL, POOL]}")
     if (max_crops := int(settings["max_crops"])) < 1:
         raise ValueError(f"max_crops is {max_crops}; it must be at least 1")
+    _check_crops("max_crops", max_crops)
     return OverlapGrid(
         patch_size=patch_size,
         merge_size=POOL,
@@ -366,6 +392,12 @@ def _molmo2_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Over
         margin=int(margin),
         max_crops=max_crops,
     )
+
+
+def _check_crops(key: str, value: int) -> None:
+    """Raise ValueError if an image would have more than MAX_CROPS tiles or crops."""
+    if value > MAX_CROPS:
+        raise ValueError(f"{key} is {value}; it must be at most {MAX_CROPS}")
 
 
 def _deepseek_ocr_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> ViewGrid:

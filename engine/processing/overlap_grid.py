@@ -10,9 +10,7 @@ import numpy as np
 from PIL import Image
 
 from engine.processing.image_grid import ImageGrid, ImageLayout
-
-POOL = 2
-"""Patches along each side of the square of one token."""
+from engine.processing.pooled_patches import pooled
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class OverlapGrid(ImageGrid):
 
     def num_tokens(self, layout: ImageLayout) -> int:
         height, width = layout.unpadded
-        return _pooled(self.crop_side) ** 2 + _pooled(height) * _pooled(width)
+        return pooled(self.crop_side) ** 2 + pooled(height) * pooled(width)
 
     def target_size(self, width: int, height: int) -> tuple[int, int]:
         """Return the width and height of the copy that is cut into crops."""
@@ -91,51 +89,3 @@ class OverlapGrid(ImageGrid):
         sides = range(1, self.max_crops + 1)
         pairs = [(rows, columns) for rows in sides for columns in sides if rows * columns <= self.max_crops]
         return sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[0]))
-
-
-def pooled_patches(crop_side: int, tiles: tuple[int, int], unpadded: tuple[int, int]) -> np.ndarray:
-    """Return the patches of each token, int32 [num_tokens, POOL * POOL]; -1 behind the edge of the image.
-
-    Patches are counted from the first of the square of the whole image, then crop by crop.
-
-    Args:
-        crop_side: Patches along each side of a crop.
-        tiles: Crops along height and width.
-        unpadded: Patches of all crops together, without those in which they overlap, likewise.
-    """
-    whole = np.arange(crop_side**2, dtype=np.int32).reshape(crop_side, crop_side)
-    (row, y), (column, x) = (_places(*of_side, crop_side) for of_side in zip(unpadded, tiles, strict=True))
-    crop = 1 + row[:, None] * tiles[1] + column
-    return np.concatenate([_squares(whole), _squares(crop * crop_side**2 + y[:, None] * crop_side + x)])
-
-
-def row_lengths(crop_side: int, unpadded: tuple[int, int]) -> tuple[int, ...]:
-    """Return the tokens of each row, of the square of the whole image and then of the crops together.
-
-    Args:
-        crop_side: See `pooled_patches`.
-        unpadded: See `pooled_patches`.
-    """
-    side, (height, width) = _pooled(crop_side), map(_pooled, unpadded)
-    return (side,) * side + (width,) * height
-
-
-def _places(length: int, num_crops: int, crop_side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the crop of each patch along one side of the image, and the patch's place in it, int32 [length]."""
-    at = np.arange(length, dtype=np.int32)
-    overlap = (num_crops * crop_side - length) // (num_crops - 1) if num_crops > 1 else 0
-    step = crop_side - overlap
-    crop = np.clip((at - overlap // 2) // step, 0, num_crops - 1)
-    return crop, at - crop * step
-
-
-def _squares(patches: np.ndarray) -> np.ndarray:
-    """Return the patches [height, width] of each square, [squares, POOL * POOL]."""
-    height, width = (_pooled(length) for length in patches.shape)
-    padding = [(0, POOL * height - patches.shape[0]), (0, POOL * width - patches.shape[1])]
-    padded = np.pad(patches, padding, constant_values=-1)
-    return padded.reshape(height, POOL, width, POOL).transpose(0, 2, 1, 3).reshape(-1, POOL * POOL)
-
-
-def _pooled(length: int) -> int:
-    return -(-length // POOL)

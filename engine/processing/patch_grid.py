@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from PIL import Image
 
-from engine.processing.image_grid import ImageGrid, ImageLayout
+from engine.processing.image_grid import ImageGrid, ImageLayout, within
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,22 @@ class PatchGrid(ImageGrid):
     def target_size(self, width: int, height: int) -> tuple[int, int]:
         """Return the width and height to which an image of this size is resized: multiples of `factor`.
 
-        Source: `smart_resize` of transformers' Qwen2-VL and GLM-4.1V image processors.
+        Source: `smart_resize` of transformers' Qwen2-VL and GLM-4.1V image processors, which gives very narrow images
+        more than max_pixels.
         """
         if self.enlarges and min(width, height) < self.factor:
             scale = max(self.factor / height, self.factor / width)
             width, height = int(width * scale), int(height * scale)
-        new_height, new_width = (round(side / self.factor) * self.factor for side in (height, width))
-        if new_height * new_width > self.max_pixels:
+        rows, columns = (round(side / self.factor) for side in (height, width))
+        pixels = rows * columns * self.factor**2
+        if pixels > self.max_pixels:
             scale = math.sqrt(height * width / self.max_pixels)
-            new_height, new_width = (
-                max(self.factor, math.floor(side / scale / self.factor) * self.factor) for side in (height, width)
-            )
-        elif new_height * new_width < self.min_pixels:
+            rows, columns = (max(1, math.floor(side / scale / self.factor)) for side in (height, width))
+        elif pixels < self.min_pixels:
             scale = math.sqrt(self.min_pixels / (height * width))
-            new_height, new_width = (math.ceil(side * scale / self.factor) * self.factor for side in (height, width))
-        return new_width, new_height
+            rows, columns = (math.ceil(side * scale / self.factor) for side in (height, width))
+        rows, columns = within(rows, columns, self.max_tokens)
+        return columns * self.factor, rows * self.factor
 
     def _frames(self, image: Image.Image, width: int, height: int) -> list[Image.Image]:
         return [image.resize(self.target_size(width, height), resample=self.resample)]

@@ -5,11 +5,12 @@ Image workers import this module, so it imports only NumPy and Pillow.
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from PIL import Image
 
-from engine.processing.image_grid import ImageGrid, ImageLayout
+from engine.processing.image_grid import ImageGrid, ImageLayout, within
 from engine.processing.tile_grid import tiles_of
 
 
@@ -77,7 +78,10 @@ class ThumbnailGrid(ImageGrid):
         return super()._patches(pixels, height // self.patch_size, width // self.patch_size)
 
     def _whole_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return the width and height in one piece. Source: `_smart_resize` of mlx_vlm's LFM2-VL processor."""
+        """Return the width and height in one piece.
+
+        Source: `_smart_resize` of mlx_vlm's LFM2-VL processor, which gives very narrow images more than max_whole.
+        """
         rows, columns = (max(1, round(side / self.factor)) for side in (height, width))
         if rows * columns > self.max_whole:
             scale = math.sqrt(height * width / (self.max_whole * self.factor**2))
@@ -85,6 +89,7 @@ class ThumbnailGrid(ImageGrid):
         elif rows * columns < self.min_whole:
             scale = math.sqrt(self.min_whole * self.factor**2 / (height * width))
             rows, columns = (math.ceil(side * scale / self.factor) for side in (height, width))
+        rows, columns = within(rows, columns, self.max_whole)
         return columns * self.factor, rows * self.factor
 
     def _is_divided(self, width: int, height: int) -> bool:
@@ -101,12 +106,18 @@ class ThumbnailGrid(ImageGrid):
         Source: `_get_grid_layout` of mlx_vlm's LFM2-VL processor; of ratios that are equally close, the order of a set
         decides there.
         """
-        fewest, most, least, best = self.min_tiles, self.max_tiles, math.inf, (1, 1)
-        choices = ((c, r) for n in range(fewest, most + 1) for c in range(1, n + 1) for r in range(1, n + 1))
-        allowed = {choice for choice in choices if fewest <= choice[0] * choice[1] <= most}
-        for columns, rows in sorted(allowed, key=lambda choice: choice[0] * choice[1]):
+        least, best = math.inf, (1, 1)
+        for columns, rows in _arrangements(self.min_tiles, self.max_tiles):
             difference = abs(width / height - columns / rows)
             is_filled = width * height > 0.5 * self.side**2 * columns * rows
             if difference < least or (difference == least and is_filled):
                 best, least = (rows, columns), difference
         return best
+
+
+@cache
+def _arrangements(fewest: int, most: int) -> tuple[tuple[int, int], ...]:
+    """Return columns and rows of tiles whose product is in a range, in the library's order."""
+    pairs = ((c, r) for n in range(fewest, most + 1) for c in range(1, n + 1) for r in range(1, n + 1))
+    allowed = {pair for pair in pairs if fewest <= pair[0] * pair[1] <= most}
+    return tuple(sorted(allowed, key=lambda pair: pair[0] * pair[1]))

@@ -1,6 +1,6 @@
 """VisionFamily: the models whose images are supported, and the configurations of theirs that are accepted."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,6 +8,7 @@ from engine.processing import deepseek_ocr
 from engine.processing.image_placeholder import (
     ImagePlaceholder,
     SpecialStrings,
+    crop_marks,
     gemma3_begin,
     in_crops,
     in_gemma3,
@@ -16,6 +17,7 @@ from engine.processing.image_placeholder import (
     in_rows,
     in_tiles,
     one_run,
+    tile_marks,
 )
 from engine.protocol import ImagePatches
 
@@ -41,6 +43,9 @@ class VisionFamily:
     """Returns the placeholder of an image."""
     marker: Callable[[SpecialStrings], str] = lambda strings: strings.image
     """Returns the string that the chat template writes for an image, which the placeholder replaces."""
+    marks: Callable[[SpecialStrings, Mapping[str, Any]], Iterator[str]] | None = None
+    """Returns the tokens around image tokens that the tokenizer must have, by the settings of the image processor;
+    None: they are not checked."""
     image_token: str | None = None
     """The image token where config.json may lack its id."""
     in_text: Callable[[SpecialStrings], str] | None = None
@@ -62,7 +67,7 @@ class VisionFamily:
     required_keys: tuple[str, ...] = ()
     """Keys of config.json that must not be missing; keys of its parts have dots between them."""
     setting_values: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the image processor that may be missing, and the value that they must have otherwise."""
+    """Settings of the image processor that may be missing or null, and the value that they must have otherwise."""
     config_values: Mapping[str, Any] = field(default_factory=dict)
     """Keys of config.json that may be missing, and the value that they must have otherwise; keys of its parts have dots
     between them."""
@@ -108,7 +113,7 @@ class VisionFamily:
         if missing := [key for key in self.required_keys if _at(config, key, None) is None]:
             return f"config.json has no {missing[0]}"
         for key, supported in self.setting_values.items():
-            if (value := processor.get(key, supported)) != supported:
+            if (value := processor.get(key)) is not None and value != supported:
                 return f"the image processor has {key}: {value!r}; supported is {supported!r}"
         for key, supported in {**self.config_values, **self.required_values}.items():
             if (value := _at(config, key, self.config_values.get(key))) != supported:
@@ -306,6 +311,8 @@ MOLMO2 = VisionFamily(
     placeholder=in_crops,
     marker=lambda strings: "<|image|>",
     adds_beginning=True,
+    marks=crop_marks,
+    setting_values={"do_resize": True},
     required_keys=("image_patch_id", "vision_config.vit_config", "vision_config.adapter_config.pooling_attention_mask"),
     config_values={
         "vision_config.vit_config.hidden_act": "gelu_pytorch_tanh",
@@ -326,7 +333,8 @@ LFM2_VL = VisionFamily(
     name="lfm2_vl",
     model_types=frozenset(("lfm2_vl", "lfm2-vl")),
     processors=_named("Lfm2Vl", "Lfm2VlNumpy", "Siglip2"),
-    placeholder=in_marked_tiles,
+    placeholder=in_marked_tiles,  # do_resize is false in published checkpoints, and has no effect in the library
+    marks=tile_marks,
     config_values={
         "projector_hidden_act": "gelu",
         "vision_feature_layer": -1,

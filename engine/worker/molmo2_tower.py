@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.molmo2.molmo2 import clip_image_features
 
-from engine.processing.overlap_grid import pooled_patches
+from engine.processing.pooled_patches import pooled_patches
 from engine.worker.vision_tower import PROBE_TILES, Grid, TowerState
 
 

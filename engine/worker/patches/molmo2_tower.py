@@ -26,6 +26,8 @@ def _from_dict(cls: Any, params: dict[str, Any]) -> Any:
     adapter = AdapterConfig.from_dict(params.get("adapter_config") or {})
     vit = dict(params.get("vit_config") or {})
     declared = vit.get("num_hidden_layers", NUM_LAYERS)
+    if wrong := [layer for layer in adapter.vit_layers if not -declared <= layer < declared]:
+        raise ValueError(f"vit_layers has {wrong[0]}; it must be between {-declared} and {declared - 1}")
     adapter.vit_layers = [layer if layer >= 0 else layer + declared for layer in adapter.vit_layers]
     vit["num_hidden_layers"] = min(declared, max(adapter.vit_layers) + 1)
     read = BaseModelConfig.from_dict.__func__(VitConfig, vit)  # type: ignore[attr-defined]  # past the library's 25

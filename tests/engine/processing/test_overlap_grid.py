@@ -12,7 +12,8 @@ from mlx_vlm.models.molmo2.processing import select_tiling
 from engine.errors import EngineFailed
 from engine.processing.checkpoint import images_unsupported_reason, num_embeddings, read_config
 from engine.processing.images import ImagePreprocessor, normalize
-from engine.processing.overlap_grid import OverlapGrid, pooled_patches
+from engine.processing.overlap_grid import OverlapGrid
+from engine.processing.pooled_patches import pooled_patches
 from engine.processing.tokenizer import ChatTokenizer
 from tests.support.molmo2_family import MOLMO2, library_pixels, library_placed
 from tests.support.vision_zoo import image, write_files
@@ -30,6 +31,15 @@ def test_images_of_any_shape_have_the_crops_of_the_library(max_crops: int):
         assert layout.tiles == tuple(select_tiling(height - 112, width - 112, 266, max_crops)), (width, height)
         assert grid.num_tokens(layout) <= grid.max_tokens
         assert 3 * layout.num_patches * 14**2 <= grid.max_tokens * grid.token_bytes
+
+
+@pytest.mark.parametrize("size", [(1, 20000), (20000, 1), (6368, 32)])
+@pytest.mark.parametrize("most", [4, 64, 300])
+def test_very_narrow_images_are_within_the_limit(most: int, size: tuple[int, int]):
+    grid, smallest = PUBLISHED.limited(most), PUBLISHED.limited(1).max_tokens
+    for one in (grid, grid.for_detail(True), PUBLISHED.for_detail(True)):
+        assert one.num_tokens(one.layout(*size)) <= one.max_tokens
+    assert grid.max_tokens <= max(most, smallest)
 
 
 @pytest.mark.parametrize("margin", [1, 2, 3])
@@ -80,6 +90,19 @@ def test_placeholder_has_the_tokens_that_processor_config_asks_for(
     assert text == library_placed((3, 3, height, width), columns)
 
 
+@pytest.mark.parametrize("mark", ["<im_start>", "<im_end>", "<im_col>", "<low_res_im_start>"])
+def test_tokenizer_without_a_token_around_crops_is_refused_by_its_name(mark: str, tmp_path: Path):
+    names = {name: "<other>" if one == mark else one for name, one in MOLMO2.names.items()}
+
+    def reason(**columns: bool) -> str | None:
+        family = replace(MOLMO2, names=names, processor_config=columns)
+        return images_unsupported_reason(tmp_path, read_config(write_files(tmp_path, family)))
+
+    assert reason() == f"the tokenizer has no token {mark}"
+    assert (reason(image_use_col_tokens=False) is None) == (mark == "<im_col>")
+    assert (reason(use_single_crop_start_token=False) is None) == (mark == "<low_res_im_start>")
+
+
 def test_config_of_the_published_repositories_and_of_converted_ones_is_read(tmp_path: Path):
     config = read_config(write_files(tmp_path, MOLMO2))
     tower = {key: config[key] for key in ("vit_config", "adapter_config")}
@@ -126,8 +149,15 @@ def test_towers_that_the_library_computes_otherwise_are_refused_by_name(tmp_path
         ({"overlap_margins": [3, 3]}, "overlap_margins are 3 patches; supported are 1 to 2"),
         ({"pooling_size": [3, 3]}, r"pooling_size is \[3, 3\]; supported is \[2, 2\]"),
         ({"max_crops": 0}, "max_crops is 0; it must be at least 1"),
+        ({"max_crops": 65}, "max_crops is 65; it must be at most 64"),
     ],
 )
 def test_settings_that_the_tower_does_not_take_are_refused(changes: dict[str, Any], message: str, tmp_path: Path):
     with pytest.raises(EngineFailed, match=message):
         ImagePreprocessor(write_files(tmp_path, replace(MOLMO2, processor={**MOLMO2.processor, **changes})))
+
+
+def test_tower_whose_images_are_not_square_is_refused(tmp_path: Path):
+    vit = {**MOLMO2.config["vit_config"], "image_default_input_size": [40, 48]}
+    with pytest.raises(EngineFailed, match=r"image_default_input_size is \[40, 48\]; supported are two equal numbers"):
+        ImagePreprocessor(write_files(tmp_path, replace(MOLMO2, config={**MOLMO2.config, "vit_config": vit})))

@@ -1,6 +1,7 @@
 """Sizes and patches, compared with what transformers' processor makes of the same image."""
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,6 +46,7 @@ def cut(content: bytes, grid: PatchGrid) -> CutImage:
 def test_the_resized_size_equals_that_of_transformers(width: int, height: int, grid: PatchGrid):
     assume(max(width, height) <= 200 * min(width, height))
     expected = smart_resize(height, width, grid.factor, grid.min_pixels, grid.max_pixels)
+    assume(expected[0] * expected[1] <= grid.max_pixels)
     assert grid.target_size(width, height) == expected[::-1]
 
 
@@ -82,6 +84,16 @@ def test_the_hash_depends_on_the_resized_pixels_and_not_on_the_file_format():
     assert cut(as_png, SMALL).content_hash == cut(as_webp, SMALL).content_hash
     assert cut(as_png, SMALL).content_hash != cut(encoded(changed), SMALL).content_hash
     assert cut(as_png, SMALL).content_hash != cut(as_png, SMALL.limited(2)).content_hash
+
+
+@pytest.mark.parametrize("size", [(1, 20000), (20000, 1), (6368, 32)])
+@pytest.mark.parametrize("most", [4, 64, 300])
+def test_very_narrow_images_are_within_the_limit(most: int, size: tuple[int, int]):
+    for grid in (QWEN3_VL, QWEN2_VL, SMALL, replace(QWEN2_VL, min_pixels=most * 28**2)):
+        limited = grid.limited(most)
+        assert limited.max_tokens <= most
+        for one in (limited, limited.for_detail(True), grid.for_detail(True)):
+            assert 0 < one.num_tokens(one.layout(*size)) <= one.max_tokens
 
 
 def test_a_limit_of_tokens_reduces_the_largest_images_only():

@@ -61,11 +61,23 @@ def test_images_of_any_shape_have_the_tiles_of_the_library(max_tiles: int, split
         assert grid.num_tokens(layout) <= grid.max_tokens
 
 
+@pytest.mark.parametrize("size", [(1, 20000), (20000, 1), (6368, 32)])
+@pytest.mark.parametrize("most", [4, 64, 300])
+def test_very_narrow_images_are_within_the_limit(most: int, size: tuple[int, int]):
+    grid = PUBLISHED.limited(most)
+    assert grid.max_tokens <= most
+    for one in (grid, grid.for_detail(True), replace(PUBLISHED, min_whole=200), PUBLISHED.for_detail(True)):
+        assert one.num_tokens(one.layout(*size)) <= one.max_tokens
+    close = replace(PUBLISHED, min_whole=most, max_whole=most, max_tiles=0)
+    assert close.num_tokens(close.layout(*size)) <= most
+
+
 def test_pixels_of_the_published_settings_are_those_of_the_library(tmp_path: Path):
     settings = {"image_processor_type": "Lfm2VlImageProcessor", "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     vision = {**LFM2_VL.config["vision_config"], "patch_size": 16}
     config = {**LFM2_VL.config, "vision_config": vision, "tile_size": 512, "max_image_tokens": 256}
-    family = replace(LFM2_VL, config=config, processor=settings)
+    unmarked = {"use_image_special_tokens": False}
+    family = replace(LFM2_VL, config=config, processor=settings, processor_config=unmarked)
     preprocessor = ImagePreprocessor(write_files(tmp_path, family))
     assert preprocessor.grid == PUBLISHED
     for size in ((320, 240), (1600, 700)):
@@ -105,17 +117,49 @@ def test_placeholder_has_the_tokens_of_the_processor(
         ({"tile_size": 64}, "tile_size is 64; config.json has 32"),
         ({"max_image_tokens": 8}, "max_image_tokens is 8; config.json has 4"),
         ({"min_tiles": 1}, "min_tiles is 1; it must be between 2 and max_tiles, 3"),
+        ({"downsample_factor": 0}, "downsample_factor is 0; it must be at least 1"),
+        ({"min_image_tokens": 0}, "min_image_tokens is 0; it must be at least 1"),
+        ({"min_image_tokens": 5}, "min_image_tokens is 5; it must be at most max_image_tokens, 4"),
+        ({"max_pixels_tolerance": 0}, r"max_pixels_tolerance is 0\.0; it must be above 0"),
+        ({"max_tiles": 65}, "max_tiles is 65; it must be at most 64"),
         ({"min_tiles": 4}, "min_tiles is 4; it must be between 2 and max_tiles, 3"),
     ],
 )
 def test_settings_that_the_model_does_not_take_are_refused(changes: dict[str, Any], message: str, tmp_path: Path):
+    unmarked = {"use_image_special_tokens": False}
+    family = replace(LFM2_VL, processor={**LFM2_VL.processor, **changes}, processor_config=unmarked)
     with pytest.raises(EngineFailed, match=message):
-        ImagePreprocessor(write_files(tmp_path, replace(LFM2_VL, processor={**LFM2_VL.processor, **changes})))
+        ImagePreprocessor(write_files(tmp_path, family))
+
+
+@pytest.mark.parametrize(("key", "default"), [("tile_size", 512), ("max_image_tokens", 256)])
+def test_settings_that_config_lacks_are_those_of_the_library(key: str, default: int, tmp_path: Path):
+    config = {name: value for name, value in LFM2_VL.config.items() if name != key}
+    with pytest.raises(EngineFailed, match=rf"{key} is \d+; config.json lacks it, which means {default}"):
+        ImagePreprocessor(write_files(tmp_path, replace(LFM2_VL, config=config)))
+
+
+@pytest.mark.parametrize("mark", ["<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", "<|img_row_1_col_3|>"])
+def test_tokenizer_without_a_token_around_tiles_is_refused_by_its_name(mark: str, tmp_path: Path):
+    names = {name: "<other>" if one == mark else one for name, one in LFM2_VL.names.items()}
+
+    def reason(**settings: bool) -> str | None:
+        family = replace(LFM2_VL, names=names, processor={**LFM2_VL.processor, **settings})
+        return images_unsupported_reason(tmp_path, read_config(write_files(tmp_path, family)))
+
+    assert reason() == f"the tokenizer has no token {mark}"
+    assert (reason(do_image_splitting=False) is None) == mark.startswith("<|img_")
+    write_files(tmp_path, replace(LFM2_VL, names=names, processor_config={"use_image_special_tokens": False}))
+    assert images_unsupported_reason(tmp_path, read_config(tmp_path)) is None
 
 
 def test_towers_that_the_library_computes_otherwise_are_refused_by_name(tmp_path: Path):
     config = read_config(write_files(tmp_path, LFM2_VL))
     assert images_unsupported_reason(tmp_path, config) is None
+    write_files(tmp_path, replace(LFM2_VL, processor={**LFM2_VL.processor, "max_tiles": "all"}))
+    assert images_unsupported_reason(tmp_path, config) == (
+        "the settings of the image processor cannot be read (invalid literal for int() with base 10: 'all')"
+    )
     vision = {**config["vision_config"], "hidden_act": "gelu"}
     assert images_unsupported_reason(tmp_path, {**config, "vision_config": vision}) == (
         "config.json has vision_config.hidden_act: 'gelu'; supported is 'gelu_pytorch_tanh'"

@@ -59,6 +59,15 @@ def test_largest_image_within_a_limit_has_as_many_tiles_as_fit(grid: ViewGrid):
     assert grid.limited(492).layout(2000, 2000) == grid.layout(8, 8)
 
 
+@pytest.mark.parametrize("size", [(1, 20000), (20000, 1), (6368, 32)])
+@pytest.mark.parametrize("most", [4, 64, 300])
+def test_very_narrow_images_are_within_the_limit(most: int, size: tuple[int, int], grid: ViewGrid):
+    limited = grid.limited(most)
+    for one in (limited, limited.for_detail(True), grid.for_detail(True)):
+        assert one.num_tokens(one.layout(*size)) <= one.max_tokens
+    assert limited.max_tokens <= max(most, grid.limited(1).max_tokens)
+
+
 def test_images_of_one_colour_with_other_tiles_are_not_taken_for_each_other(grid: ViewGrid):
     """In the colour of the padding, the squares are the same, and so are the tiles."""
     wide, tall = (grid.cut(Image.new("RGB", size, grid.padding)) for size in ((1280, 640), (640, 1280)))
@@ -124,6 +133,7 @@ def test_towers_and_settings_for_which_the_library_is_not_written_are_refused_by
         "config.json has projector_config.projector_type: 'downsample_mlp_gelu'; supported is 'linear'"
     )
     assert reason({}, global_view_pos="tail") == "config.json has global_view_pos: 'tail'; supported is 'head'"
+    assert reason({"normalize": None}) is None
     assert reason({"normalize": False}) == "the image processor has normalize: False; supported is True"
     assert reason({"patch_size": 14}) == "the image processor has patch_size: 14; supported is 16"
     assert reason({"candidate_resolutions": [[1280, 1280]]}) == (

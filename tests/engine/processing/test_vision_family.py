@@ -154,6 +154,9 @@ def test_features_that_the_engine_does_not_compute_are_refused_by_name(tmp_path:
         return images_unsupported_reason(model_dir, {**read_config(model_dir), **config})
 
     assert reason("llava", {"do_pad": True}) == "the image processor has do_pad: True, which is not supported"
+    assert reason("molmo2", {"do_resize": False}) == "the image processor has do_resize: False; supported is True"
+    assert reason("molmo2", {"do_resize": None}) is None
+    assert reason("lfm2_vl", {"do_resize": False}) is None  # as published; the library resizes nevertheless
     assert reason("llava", {}, vision_config={"model_type": "vit"}) == (
         "the vision tower is vit; supported are clip_vision_model"
     )

@@ -32,6 +32,13 @@ def test_layers_are_counted_among_those_that_are_declared(
     assert (made.adapter_config.vit_layers, made.vit_config.num_hidden_layers) == (layers, num_layers)
 
 
+@pytest.mark.parametrize("layer", [27, 40, -28, -30])
+def test_layer_that_the_tower_does_not_have_is_refused(layer: int):
+    families.correct()
+    with pytest.raises(ValueError, match=rf"vit_layers has {layer}; it must be between -27 and 26"):
+        VisionConfig.from_dict({"vit_config": {}, "adapter_config": {"vit_layers": [-3, layer]}})
+
+
 def test_a_tower_has_the_layers_that_are_needed():
     families.correct()
     tower = new_module(copy.deepcopy(MOLMO2.config)).vision_tower
