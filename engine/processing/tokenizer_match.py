@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from engine.errors import EngineFailed
-from engine.processing.checkpoint import read_config, vocab_size
+from engine.processing.checkpoint import num_embeddings, read_config
 
 PROBES = (
     "The quick brown fox doesn't jump over 13 lazy dogs; it's 3.14159 times CamelCase, snake_case and UPPER.",
@@ -27,7 +27,7 @@ def why_different(target_dir: Path, draft_dir: Path) -> str | None:
     Raises EngineFailed if a tokenizer cannot be loaded.
     """
     target, draft = load_tokenizer(target_dir), load_tokenizer(draft_dir)
-    return next(_differences(target, draft, vocab_size(read_config(draft_dir))), None)
+    return next(_differences(target, draft, num_embeddings(read_config(draft_dir))), None)
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
@@ -40,12 +40,12 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
         raise EngineFailed(f"{model_dir}: the tokenizer cannot be loaded ({error})") from None
 
 
-def _differences(target: Tokenizer, draft: Tokenizer, num_embeddings: int) -> Iterator[str]:
+def _differences(target: Tokenizer, draft: Tokenizer, num_known: int) -> Iterator[str]:
     yield from _added_token_differences(target, draft)
     if (size := target.get_vocab_size()) != (drafts := draft.get_vocab_size()):
         yield f"the target's tokenizer has {size} tokens, the draft's {drafts}"
-    if (largest := max(target.get_vocab().values())) >= num_embeddings:
-        yield f"the target's tokenizer goes up to token id {largest}, the draft's embedding up to {num_embeddings - 1}"
+    if (largest := max(target.get_vocab().values())) >= num_known:
+        yield f"the target's tokenizer goes up to token id {largest}, the draft's embedding up to {num_known - 1}"
     of_target, of_draft = target.get_vocab(), draft.get_vocab()
     if different := sorted(token for token in of_target if of_target[token] != of_draft.get(token)):
         token, other = different[0], of_draft.get(different[0], "no token")

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.core.runner import Proposer
+from engine.errors import EngineFailed
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.row_kinds import appends, kind_of
@@ -23,16 +24,18 @@ class DraftModel:
     Args:
         module: The library's model.
         vocab_size: Number of logits of the target, to which its own are cut or extended.
+        num_embeddings: Of the target, whose prompts may have every token id below it.
     """
 
     proposer: Proposer = "draft_model"
     lead = 1
 
-    def __init__(self, module: Any, vocab_size: int):
+    def __init__(self, module: Any, vocab_size: int, num_embeddings: int):
         self._language_model = LanguageModel(module.language_model)
         self.as_offset = not self._language_model.explicit_positions
         self._vocab_size = vocab_size
-        self._num_embeddings = self._language_model.num_embeddings
+        own = self._language_model.num_embeddings
+        self._last_known = own - 1 if own < num_embeddings else None
 
     def make_cache(self) -> SequenceCache:
         """Return an empty cache for one row."""
@@ -59,9 +62,7 @@ class DraftModel:
 
     def _known(self, token_ids: mx.array) -> mx.array:
         """Replace ids that only the target has an embedding for: reading beyond the array is not checked."""
-        return (
-            token_ids if self._num_embeddings >= self._vocab_size else mx.minimum(token_ids, self._num_embeddings - 1)
-        )
+        return token_ids if self._last_known is None else mx.minimum(token_ids, self._last_known)
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Apply the output layer: [B, L, hidden] -> [B, L, vocab of the target]."""
@@ -81,4 +82,8 @@ def draft_unsupported_reason(language_model: LanguageModel) -> str | None:
     for i, layer in enumerate(language_model.make_cache()):
         if not (appends(layer) and kind_of(layer).tokens_per_slot(layer) == 1):
             return f"layer {i} keeps its state in a {type(layer).__name__}; attention without windows is supported"
+    try:
+        _ = language_model.num_embeddings
+    except EngineFailed as error:
+        return str(error)
     return language_model.states_unsupported_reason()

@@ -23,7 +23,7 @@ drafts, and for recurrent models that keep a state per verified token."""
 
 
 def drafting_head(
-    draft: Any | None, mtp_head: Any | None, vocab_size: int, language_model: LanguageModel
+    draft: Any | None, mtp_head: Any | None, vocab_size: int, num_embeddings: int, language_model: LanguageModel
 ) -> DraftHead | None:
     """Return the model that drafts, None without one.
 
@@ -31,10 +31,11 @@ def drafting_head(
         draft: The library's model of a draft model, which precedes the MTP head.
         mtp_head: The MTP head or the EAGLE-3 head.
         vocab_size: Number of logits of the target.
+        num_embeddings: Number of token ids of its prompts.
         language_model: The target.
     """
     if draft is not None:
-        return DraftModel(draft, vocab_size)
+        return DraftModel(draft, vocab_size, num_embeddings)
     return None if mtp_head is None else MTPHead(mtp_head, language_model)
 
 

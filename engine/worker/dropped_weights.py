@@ -21,7 +21,7 @@ TEXT_PARTS = frozenset({"backbone", "gpt_neox", "language_model", "llm", "model"
 """Parts before `layers` in the names of a language model's tensors; those of towers and heads have others."""
 
 HEAD = "lm_head.weight"
-EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "tok_embeddings.weight", "wte.weight")
+EMBEDDING_WEIGHTS = ("embed_tokens.weight", "word_embeddings.weight", "tok_embeddings.weight", "wte.weight")
 COMPARED_BYTES = 2**24
 """Tensors are compared in pieces of this size, so that two of a gigabyte need no gigabytes of memory."""
 
@@ -56,7 +56,7 @@ def check_dropped(language_model: Any, path: Path) -> None:
     head = next((name for name in tensors if _is_text(name, (HEAD,))), None)
     is_tied = getattr(config_of(language_model), "tie_word_embeddings", False)
     if is_tied and head is not None and not any(name.endswith(HEAD) for name in names):
-        embedding = next((name for name in tensors if _is_text(name, EMBEDDINGS)), None)
+        embedding = next((name for name in tensors if _is_text(name, EMBEDDING_WEIGHTS)), None)
         if embedding is None or not _are_equal(tensors[head], tensors[embedding]):
             raise EngineFailed(
                 f"the checkpoint has an output layer {head} that differs from its embedding, but the library drops it "

@@ -10,6 +10,7 @@ import numpy as np
 from mlx_vlm.models.cache import make_prompt_cache
 
 from engine.config import MTPExact
+from engine.errors import EngineFailed
 from engine.worker import quantized_kv
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.layer_caches import as_taken, row_caches
@@ -48,6 +49,8 @@ class ImageChunk:
 
 EMBEDDINGS = ("embed_tokens", "embeddings", "wte")
 """Names of the embedding in the library's modules."""
+EMBEDDING_TABLES = ("weight", "embedding", "new_embedding")
+"""Names of its tables, of which Molmo2 has two; the first token ids are those of the first table."""
 
 Select = Callable[[mx.array], mx.array]
 """Hidden states [B, L, hidden] -> those of the selected positions, [E, 1, hidden]."""
@@ -230,13 +233,25 @@ class LanguageModel:
 
     @property
     def num_embeddings(self) -> int:
-        """Number of token ids that have an embedding."""
-        return self._embedding.weight.shape[0]
+        """Number of token ids that have an embedding. Raises EngineFailed if the tables have unknown names."""
+        embedding = self._embedding
+        tables = [embedding[name] for name in EMBEDDING_TABLES if name in embedding]
+        if not tables:
+            raise EngineFailed(
+                f"the embedding is a {type(embedding).__name__} with {', '.join(embedding) or 'no arrays'}; "
+                f"its table must have one of the names {', '.join(EMBEDDING_TABLES)}"
+            )
+        return sum(len(table) for table in tables)
 
     @property
     def _embedding(self) -> Any:
         layers = getattr(self.lm, "model", getattr(self.lm, "backbone", self.lm))
-        return next(getattr(layers, name) for name in EMBEDDINGS if hasattr(layers, name))
+        found = next((getattr(layers, name) for name in EMBEDDINGS if hasattr(layers, name)), None)
+        if found is None:
+            raise EngineFailed(
+                f"{type(layers).__name__} has no embedding by a name that is known; known are {', '.join(EMBEDDINGS)}"
+            )
+        return found
 
     @property
     def _layers(self) -> Any:

@@ -20,9 +20,9 @@ class Lfm2Tower:
         self.num_blocks, self.patch_size = len(self._layers), self._embeddings.patch_size
 
     def begin(self, pixels: mx.array, grid: Grid) -> TowerState:
-        embedding = self._embeddings.patch_embedding
         patches = pixels.transpose(0, 2, 3, 1).reshape(len(pixels), -1)
-        return TowerState(embedding(patches.astype(embedding.weight.dtype)), grid)
+        dtype = self._vision.post_layernorm.weight.dtype  # that of the embedding may be the one of packed weights
+        return TowerState(self._embeddings.patch_embedding(patches.astype(dtype)), grid)
 
     def run_block(self, index: int, state: TowerState) -> None:
         views = self._views(state)
@@ -55,6 +55,6 @@ class Lfm2Tower:
         """Return the interpolated position embeddings [1, height, width, hidden] of a view."""
         _, height, width, hidden = view.shape
         side = self._embeddings.position_embedding_size
-        table = self._embeddings.position_embedding.weight.reshape(side, side, -1)
+        table = self._embeddings.position_embedding(mx.arange(side * side)).reshape(side, side, -1)
         resize = self._embeddings.resize_positional_embeddings
         return resize(table, mx.array([[height, width]]), height * width).reshape(1, height, width, hidden)

@@ -231,18 +231,18 @@ def _of_images(vision: VisionEncoder) -> dict[str, float]:
     """
     grids = vision.probe_grids
     num_patches, num_tokens, kept = vision.probe(grids[0])
-    waiting = vision.probe_piece(grids[0])
+    waiting = vision.probe_pieces(grids[0]) / num_patches
     peaks = [_peak_of_image(vision, grid) for grid in grids]
     fixed, patch, pair = float(max(*peaks, kept)), 0.0, 0.0
     if len(grids) > 1:
         (n1, n2, n3), (p1, p2, p3) = ([math.prod(grid) for grid in grids], peaks)
         pair = max(((p3 - p2) / (n3 - n2) - (p2 - p1) / (n2 - n1)) / (n3 - n1), 0.0)
-        patch = max((p3 - p2) / (n3 - n2) - pair * (n3 + n2), max(waiting, kept) / num_patches)
+        patch = max((p3 - p2) / (n3 - n2) - pair * (n3 + n2), max(waiting, kept / num_patches))
         fixed = max(0.0, *(p - n * (patch + pair * n) for n, p in ((n1, p1), (n2, p2), (n3, p3))))
     return {
         "image_bytes": int(MARGIN * fixed),
         "patch_bytes": MARGIN * patch,
         "patch_pair_bytes": MARGIN * pair,
-        # one by one, then all of a request in one array; between two pieces
-        "image_token_bytes": -(-(2 * kept + waiting) // num_tokens),
+        "image_token_bytes": -(-2 * kept // num_tokens),  # one by one, then all of a request in one array
+        "image_patch_bytes": math.ceil(waiting),
     }

@@ -112,7 +112,8 @@ class MLXRunner:
         num_split = 0
         if not loader.on_gpu() and blas.has_idle_core():
             num_split = split_products.install(model.module.language_model, model.mtp_head, model.draft)
-        self._head = drafting_head(model.draft, model.mtp_head, model.vocab_size, self._language_model)
+        sizes = self.vocab_size, self.num_embeddings = model.vocab_size, num_embeddings(model.config)
+        self._head = drafting_head(model.draft, model.mtp_head, *sizes, self._language_model)
         self._vision = self._make_vision(model, config)
         self._prefill = Prefill(self._language_model, self._head, self._vision, image_token_id(model.config))
         self._burst = BurstPrefill(self._language_model, self._head)
@@ -120,8 +121,7 @@ class MLXRunner:
         compiled = use_compiled(config, paths)
         self._batch = DecodeBatch(self._language_model, self._head, model.vocab_size, compiled)
         self._prompts: dict[str, PromptState] = {}  # by the ids of the rows that share it
-        self.max_context_tokens, self.vocab_size = model.max_context_tokens, model.vocab_size
-        self.num_embeddings = num_embeddings(model.config)
+        self.max_context_tokens = model.max_context_tokens
         self.drafts: Sequence[Drafts]
         self.no_drafts: Mapping[Proposer, str]
         self.drafts, self.no_drafts = drafts_offered(config, self._head, model.mtp_status, self._language_model)

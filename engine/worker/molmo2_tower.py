@@ -24,9 +24,11 @@ class Molmo2Tower:
     def begin(self, pixels: mx.array, grid: Grid) -> TowerState:
         tiles, rows, columns = grid
         patches = pixels.transpose(0, 2, 3, 1).reshape(tiles, rows * columns, -1)
-        embedded = self._vit.patch_embedding(patches.astype(self._vit.patch_embedding.weight.dtype))
+        dtype = self._vit.positional_embedding.dtype  # that of the embedding may be the one of packed weights
+        embedded = self._vit.patch_embedding(patches.astype(dtype))
         hidden = self._vit.add_pos_emb(embedded, (rows, columns))
-        return TowerState(hidden, grid, taken=[hidden] * len(self._layers))  # replaced below
+        # placeholders, so that `arrays` has its final number from the first block
+        return TowerState(hidden, grid, taken=[hidden] * len(self._layers))
 
     def run_block(self, index: int, state: TowerState) -> None:
         state.hidden = self._vit.transformer[index](state.hidden)

@@ -77,11 +77,17 @@ class VisionEncoder:
         assert encoding.features is not None
         return len(encoding.image.patches), encoding.features.shape[0], encoding.features.nbytes
 
-    def probe_piece(self, grid: Grid) -> int:
-        """Encode one block of a black image; return the bytes that are kept between pieces."""
-        encoding = ImageEncoding(self._black(grid))
-        self._run(encoding, 1)
-        return 0 if encoding.state is None else sum(array.nbytes for array in encoding.state.arrays)
+    def probe_pieces(self, grid: Grid) -> int:
+        """Encode a black image block by block; return the most bytes that are kept between two pieces.
+
+        Deepstack features do not count: they become part of the image's features.
+        """
+        encoding, most = ImageEncoding(self._black(grid)), 0
+        while encoding.features is None:
+            self._run(encoding, 1)
+            if (state := encoding.state) is not None:
+                most = max(most, sum(array.nbytes for array in (state.hidden, *state.fixed, *state.taken)))
+        return most
 
     def _black(self, grid: Grid) -> ImagePatches:
         frames, height, width = grid

@@ -14,7 +14,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from engine.protocol import ImagePatches
 from engine.worker.patches import families
+from engine.worker.vision import VisionEncoder
 from tests.support.families.family import VOCAB_SIZE
 from tests.support.sighted_family import SPECIAL_TOKENS, Pixels, SightedFamily
 from tests.support.zoo import Greedy, drawn, empty_cache, greedy, new_module
@@ -56,6 +58,16 @@ def make(out: Path, family: SightedFamily) -> Path:
     write_files(out, family)
     mx.save_safetensors(str(out / "model.safetensors"), dict(named), metadata={"format": "mlx"})
     return out
+
+
+def bytes_between_pieces(vision: VisionEncoder, image: ImagePatches) -> list[int]:
+    """Encode an image block by block; return the bytes that are kept after each block but the last one."""
+    encoding, found = vision.begin(image), []
+    while encoding.features is None:
+        vision.advance(encoding, 1)
+        if encoding.state is not None:
+            found.append(sum(array.nbytes for array in encoding.state.arrays))
+    return found
 
 
 def write_files(out: Path, family: SightedFamily) -> Path:

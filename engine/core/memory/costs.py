@@ -36,6 +36,7 @@ class MemoryCosts:
     patch_bytes: float = 0.0  # Encoding one image, per patch.
     patch_pair_bytes: float = 0.0  # Encoding one image, per patch squared.
     image_token_bytes: int = 0  # Features of an image, per placeholder token, during prefill.
+    image_patch_bytes: int = 0  # Hidden states of an image between two of its pieces, per patch, during prefill.
 
     def slots(self, num_tokens: int) -> int:
         """Round a number of tokens up to allocated slots."""
@@ -95,3 +96,10 @@ class MemoryCosts:
     def image(self, num_patches: int) -> int:
         """Return the bytes of encoding one image."""
         return int(self.image_bytes + num_patches * (self.patch_bytes + self.patch_pair_bytes * num_patches))
+
+    def kept_image(self, num_patches: int, num_tokens: int) -> int:
+        """Return the bytes that an image keeps during prefill, between its pieces and then as features.
+
+        The two are counted apart: crops that overlap have more patches per token than those that do not.
+        """
+        return num_patches * self.image_patch_bytes + num_tokens * self.image_token_bytes

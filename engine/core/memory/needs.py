@@ -23,7 +23,7 @@ class MemoryNeed:
     num_prompt: int  # Prompt tokens of each row.
     num_tokens: int  # Prompt tokens and reserved answer tokens of each row.
     sampling_bytes: int = 0  # Per row, for the sampling parameters that it uses.
-    image_bytes: int = 0  # Features of its images, during prefill.
+    image_bytes: int = 0  # Kept of its images during prefill, between their pieces and as features.
     image_step_bytes: int = 0  # Intermediate results of encoding its largest image.
 
 
@@ -82,7 +82,7 @@ class MemoryNeeds:
             row.num_tokens,
             row.num_tokens + answer + costs.overshoot,
             costs.sampling(row),
-            costs.image_token_bytes * sum(image.num_tokens for image in images),
+            sum(costs.kept_image(len(image.patches), image.num_tokens) for image in images),
             max((costs.image(len(image.patches)) for image in images), default=0),
         )
 

@@ -11,6 +11,7 @@ from engine.worker.patches import (
     hy_v4_index,
     internlm_rope,
     mimo_window,
+    molmo2_embedding,
     molmo2_tower,
     phi3small_blocks,
     recurrent_gemma_norm,
@@ -30,6 +31,7 @@ def correct() -> None:
     hy_v4_index.install()
     internlm_rope.install()
     mimo_window.install()
+    molmo2_embedding.install()
     molmo2_tower.install()
     phi3small_blocks.install()
     recurrent_gemma_norm.install()

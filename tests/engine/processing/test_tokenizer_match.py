@@ -96,6 +96,15 @@ def test_an_embedding_too_small_for_the_targets_tokens_is_found(changed):
     assert reason == "the target's tokenizer goes up to token id 4095, the draft's embedding up to 3999"
 
 
+def test_further_embeddings_of_molmo2_count(changed):
+    """Tokens of a Molmo2 target's tokenizer that have no logit are known to a Molmo2 draft."""
+    text = {"text_config": {"vocab_size": 4000, "additional_vocab_size": 96}}
+    assert why_different(DEMO_MODEL, changed(model_type="molmo2", **text)) is None
+    text["text_config"]["additional_vocab_size"] = 95
+    reason = why_different(DEMO_MODEL, changed(model_type="molmo2", **text))
+    assert reason == "the target's tokenizer goes up to token id 4095, the draft's embedding up to 4094"
+
+
 def test_a_tokenizer_that_cannot_be_loaded_is_the_engines_failure(changed):
     path = changed()
     (path / "tokenizer.json").write_text("{")

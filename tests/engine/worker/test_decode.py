@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
+from typing import Any, get_args
 
 import engine.worker  # noqa: F401  # before MLX
 
@@ -16,9 +16,11 @@ from engine.core.row import Row
 from engine.core.runner import Drafts
 from engine.errors import EngineFailed
 from engine.protocol import EngineRequest, SamplingParams
+from engine.worker.decode import DecodeGroup
 from engine.worker.drafter import PendingHiddenStates
 from engine.worker.language_model import LanguageModel
 from engine.worker.model_runner import MLXRunner
+from engine.worker.prompt_lookup import TokenHistory
 from tests.support.cold_runner import load_cold
 from tests.support.demo_model import DRAFT
 
@@ -180,3 +182,12 @@ def test_pending_hidden_states_of_rows_join_whatever_their_widths():
         for i, count in enumerate(np.array(both.count).tolist()):
             assert np.array(both.token_ids)[i, :count].tolist() == [7, 8, 9][:count]
             assert np.array(both.hidden)[i, :count, 0].tolist() == [1, 2, 3][:count]
+
+
+def test_lookups_draft_only_tokens_that_have_a_logit():
+    """A prompt may have others, as those around Molmo2's images are: token 0 is drafted in their place."""
+    history = TokenHistory(np.array([VOCAB, 7, VOCAB - 1, VOCAB + 5, 8, VOCAB, 7, VOCAB - 1], np.int32))
+    assert history.drafts(5) == [VOCAB + 5, 8, VOCAB, 7, VOCAB - 1]
+    group: Any = SimpleNamespace(rows=[SimpleNamespace(history=history), SimpleNamespace(history=None)])
+    group._vocab_size = VOCAB
+    assert DecodeGroup._look_up(group, 5).tolist() == [[0, 8, 0, 7, VOCAB - 1], [0] * 5]

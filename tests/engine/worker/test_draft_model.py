@@ -1,5 +1,6 @@
 """A separate draft model: no token changes, its drafts are accepted, and models that cannot draft are refused."""
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver, fix_prefill_costs
 from tests.support.families import FAMILIES
 from tests.support.families.family import VOCAB_SIZE
+from tests.support.molmo2_family import MOLMO2
 from tests.support.zoo import make, new_module
 
 NO_CACHE = {"prefix_cache": {"enabled": False}}
@@ -45,6 +47,12 @@ def plain_checkpoint(path: Path, family: str, seed: int = 0) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, path / name)
     return path
+
+
+def state_of(draft: DraftModel, token_id: int) -> mx.array:
+    """Return the draft model's hidden states of a prompt of one token."""
+    token, no_hidden = mx.array([[token_id]], mx.int32), mx.zeros((1, 1, 1))
+    return draft(token, no_hidden, draft.make_cache(), mx.zeros((1, 1), mx.int32))
 
 
 def requests(**sampling: Any) -> list[EngineRequest]:
@@ -114,13 +122,30 @@ def test_conversation_continues_from_the_prefix_cache_with_the_state_of_the_draf
 
 
 def test_tokens_without_an_embedding_in_the_draft_model_are_read_as_its_last_one():
-    small = DraftModel(new_module(FAMILIES["qwen3"].config), 2 * VOCAB_SIZE)
-    states = [
-        small(mx.array([[token]], mx.int32), mx.zeros((1, 1, 1)), small.make_cache(), mx.zeros((1, 1), mx.int32))
-        for token in (VOCAB_SIZE - 1, VOCAB_SIZE, 2 * VOCAB_SIZE - 1)
-    ]
+    small = DraftModel(new_module(FAMILIES["qwen3"].config), 2 * VOCAB_SIZE, 2 * VOCAB_SIZE)
+    states = [state_of(small, token) for token in (VOCAB_SIZE - 1, VOCAB_SIZE, 2 * VOCAB_SIZE - 1)]
     assert mx.array_equal(states[0], states[1]) and mx.array_equal(states[0], states[2])
     assert small.logits(states[0]).shape == (1, 1, 2 * VOCAB_SIZE)
+
+
+def test_tokens_without_a_logit_in_the_target_may_have_no_embedding_in_the_draft_model():
+    """The target has embeddings of as many tokens again, as Molmo2 has some; the draft has as many as it has logits."""
+    small = DraftModel(new_module(FAMILIES["qwen3"].config), VOCAB_SIZE, 2 * VOCAB_SIZE)
+    states = [state_of(small, token) for token in (VOCAB_SIZE - 1, VOCAB_SIZE, 2 * VOCAB_SIZE - 1)]
+    assert mx.array_equal(states[0], states[1]) and mx.array_equal(states[0], states[2])
+    assert small.logits(states[0]).shape == (1, 1, VOCAB_SIZE)
+
+
+def test_draft_model_reads_all_tokens_of_two_tables():
+    """Molmo2's second one has eight."""
+    module = new_module(copy.deepcopy(MOLMO2.config))
+    table = module.language_model.model.wte
+    table.new_embedding = mx.random.normal(table.new_embedding.shape)
+    draft = DraftModel(module, VOCAB_SIZE, VOCAB_SIZE + 8)
+    last, other = (state_of(draft, VOCAB_SIZE + i) for i in (7, 6))
+    assert not mx.array_equal(last, other)
+    beyond = DraftModel(module, VOCAB_SIZE, VOCAB_SIZE + 9)
+    assert mx.array_equal(state_of(beyond, VOCAB_SIZE + 8), last)
 
 
 def test_draft_model_of_a_hybrid_with_a_head_of_its_own_changes_no_token():
@@ -145,7 +170,11 @@ def test_draft_model_changes_no_token_of_a_target_of_mamba2_layers(paths, sampli
 
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("mamba2", "layer 0 keeps its state in a ArraysCache"), ("olmo3", "keeps its state in a RotatingKVCache")],
+    [
+        ("mamba2", "layer 0 keeps its state in a ArraysCache"),
+        ("olmo3", "keeps its state in a RotatingKVCache"),
+        ("internlm2", "InternLM2Model has no embedding by a name that is known"),
+    ],
 )
 def test_family_that_cannot_draft_is_refused_with_the_reason(tmp_path, family, reason):
     path = plain_checkpoint(tmp_path / "draft", family)

@@ -32,7 +32,7 @@ class Probes:
             self._freed.clear()
         return num_patches, num_patches // 4, KB
 
-    def probe_piece(self, grid: tuple[int, int, int]) -> int:
+    def probe_pieces(self, grid: tuple[int, int, int]) -> int:
         return KB
 
 

@@ -55,6 +55,7 @@ def test_the_answer_is_that_of_the_library(asked):
 def test_penalties_and_prompt_lookup_pass_them_over(asked, monkeypatch):
     """Prompt lookup would draft them."""
     monkeypatch.setattr(TokenHistory, "drafts", lambda self, num_tokens: [VOCAB_SIZE + 3] * num_tokens)
+    monkeypatch.setattr(TokenHistory, "has_match", True)
     runner, request, _ = asked
     request = replace(request, sampling=replace(request.sampling, repetition_penalty=1.3, presence_penalty=0.5))
     tokens = []
@@ -62,5 +63,6 @@ def test_penalties_and_prompt_lookup_pass_them_over(asked, monkeypatch):
         driver = Driver(runner, EngineConfig.model_validate({"prompt_lookup": lookup}))
         driver.run({0: [request]})
         assert driver.errors["one"] is None
+        assert (driver.core.figures.speculation["prompt_lookup"]["num_drafted"] > 0) == (lookup != "off")
         tokens.append(driver.tokens["one"])
     assert tokens[0] == tokens[1]
