@@ -27,7 +27,16 @@ WIDE, TALL, SMALL = image(1300, 650, seed=1), image(500, 1900, seed=2), image(64
 NUM_TOKENS = 4
 
 
-@pytest.fixture(scope="module", params=[DEEPSEEK_OCR, DEEPSEEK_OCR_2], ids=["deepseekocr", "deepseekocr_2"])
+LARGE = pytest.mark.night("a square of 1024 pixels takes seconds; the gate has deepseekocr in float32")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(DEEPSEEK_OCR, id="deepseekocr"),
+        pytest.param(DEEPSEEK_OCR_2, id="deepseekocr_2", marks=LARGE),
+    ],
+)
 def family(request: pytest.FixtureRequest) -> SightedFamily:
     return request.param
 
@@ -69,6 +78,7 @@ def test_features_of_tiles_are_bit_for_bit_those_of_the_library(family, model_di
         assert mx.array_equal(encoding.features, expected).item()
 
 
+@LARGE
 def test_features_in_bfloat16_are_those_of_the_library_too(family, model_dir, images):
     """As with published checkpoints, for which the library's processor rounds the pixels."""
     with small_towers():
