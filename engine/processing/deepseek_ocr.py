@@ -22,9 +22,9 @@ SETTINGS: dict[str, Any] = {
     "crop_mode": True,
     "image_token": "<image>",
 }
-"""Of the processor of DeepSeek-OCR."""
+"""Settings of DeepSeek-OCR's processor."""
 SETTINGS_2: dict[str, Any] = {**SETTINGS, "image_size": 768, "min_patches": 2, "max_patches": 6}
-"""Of the processor of DeepSeek-OCR-2."""
+"""Settings of DeepSeek-OCR-2's processor."""
 
 BOTH: dict[str, Any] = {
     "tile_tag": "2D",
@@ -44,10 +44,10 @@ CONFIG: dict[str, Any] = {
     "vision_config.model_name": "deeplip_b_l",
     "vision_config.width.clip-l-14-224": CLIP,
 }
-"""Of config.json of DeepSeek-OCR."""
+"""Fields of DeepSeek-OCR's config.json."""
 CONFIG_2: dict[str, Any] = {
     **BOTH,
     "vision_config.model_name": "deepencoderv2",
     "vision_config.width.qwen2-0-5b": {"dim": 896},
 }
-"""Of config.json of DeepSeek-OCR-2."""
+"""Fields of DeepSeek-OCR-2's config.json."""
