@@ -11,7 +11,7 @@ from engine.protocol import ImagePatches
 
 @dataclass(frozen=True)
 class ImagePlaceholder:
-    """What stands for one image in a prompt."""
+    """The text of one image in a prompt, and its image tokens."""
 
     text: str
     """Text with one image token per run of image tokens, and the strings around and between the runs."""

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from engine.processing.image_grid import ImageGrid, ImageLayout, within
-from engine.processing.tile_grid import tiles_of
+from engine.processing.tile_grid import closest_tiles, tiles_of
 
 
 @dataclass(frozen=True)
@@ -106,18 +106,12 @@ class ThumbnailGrid(ImageGrid):
         Source: `_get_grid_layout` of mlx_vlm's LFM2-VL processor; of ratios that are equally close, the order of a set
         decides there.
         """
-        least, best = math.inf, (1, 1)
-        for columns, rows in _arrangements(self.min_tiles, self.max_tiles):
-            difference = abs(width / height - columns / rows)
-            is_filled = width * height > 0.5 * self.side**2 * columns * rows
-            if difference < least or (difference == least and is_filled):
-                best, least = (rows, columns), difference
-        return best
+        return closest_tiles(width, height, self.side, _arrangements(self.min_tiles, self.max_tiles))
 
 
 @cache
 def _arrangements(fewest: int, most: int) -> tuple[tuple[int, int], ...]:
-    """Return columns and rows of tiles whose product is in a range, in the library's order."""
+    """Return rows and columns of tiles whose product is in a range, in the library's order."""
     pairs = ((c, r) for n in range(fewest, most + 1) for c in range(1, n + 1) for r in range(1, n + 1))
     allowed = {pair for pair in pairs if fewest <= pair[0] * pair[1] <= most}
-    return tuple(sorted(allowed, key=lambda pair: pair[0] * pair[1]))
+    return tuple((rows, columns) for columns, rows in sorted(allowed, key=lambda pair: pair[0] * pair[1]))

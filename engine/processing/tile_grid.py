@@ -3,7 +3,9 @@
 Image workers import this module, so it imports only NumPy and Pillow.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from PIL import Image
 
@@ -47,11 +49,13 @@ class TileGrid(ImageGrid):
         return frames if len(frames) == 1 else [*frames, image.resize((self.side, self.side), resample=self.resample)]
 
     def _rows_and_columns(self, width: int, height: int) -> tuple[int, int]:
-        return closest_tiles(width, height, self.side, self.min_tiles, self.max_tiles)
+        return closest_tiles(width, height, self.side, arrangements(self.min_tiles, self.max_tiles))
 
 
-def closest_tiles(width: int, height: int, side: int, min_tiles: int, max_tiles: int) -> tuple[int, int]:
+def closest_tiles(width: int, height: int, side: int, choices: Iterable[tuple[int, int]]) -> tuple[int, int]:
     """Return the tiles along height and width whose ratio is closest to that of an image of this width and height.
+
+    Of equally close ones the last counts whose area is less than twice the image's.
 
     Source: `get_optimal_tiled_canvas` of transformers' GOT-OCR2 image processor.
 
@@ -59,11 +63,10 @@ def closest_tiles(width: int, height: int, side: int, min_tiles: int, max_tiles:
         width: Pixels.
         height: Pixels.
         side: Pixels per side of a tile.
-        min_tiles: Fewest tiles.
-        max_tiles: Most tiles.
+        choices: Tiles along height and width that are allowed, (1, 1) if there are none.
     """
     best, least = (1, 1), float("inf")
-    for rows, columns in _choices(min_tiles, max_tiles):
+    for rows, columns in choices:
         difference = abs(width / height - columns / rows)
         is_filled = width * height > 0.5 * side**2 * rows * columns
         if difference < least or (difference == least and is_filled):
@@ -71,11 +74,13 @@ def closest_tiles(width: int, height: int, side: int, min_tiles: int, max_tiles:
     return best
 
 
-def _choices(min_tiles: int, max_tiles: int) -> list[tuple[int, int]]:
+@cache
+def arrangements(min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], ...]:
+    """Return the tiles along height and width whose number is in a range, those of fewer tiles first."""
     sides = range(1, max_tiles + 1)
     pairs = [(rows, columns) for columns in sides for rows in sides]
     allowed = [pair for pair in pairs if min_tiles <= pair[0] * pair[1] <= max_tiles]
-    return sorted(allowed, key=lambda pair: pair[0] * pair[1])
+    return tuple(sorted(allowed, key=lambda pair: pair[0] * pair[1]))
 
 
 def tiles_of(image: Image.Image, side: int) -> list[Image.Image]:

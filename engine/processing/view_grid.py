@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from PIL import Image
 
 from engine.processing.image_grid import ImageGrid, ImageLayout
-from engine.processing.tile_grid import closest_tiles, tiles_of
+from engine.processing.tile_grid import arrangements, closest_tiles, tiles_of
 
 MIN_TILES = 2
 """Fewest tiles of an image that is cut."""
@@ -118,7 +118,7 @@ class ViewGrid(ImageGrid):
         """Return the tiles along height and width, (0, 0) for an image that is not cut."""
         if max(width, height) <= self.tile_side or self.max_tiles < MIN_TILES:
             return 0, 0
-        return closest_tiles(width, height, self.tile_side, MIN_TILES, self.max_tiles)
+        return closest_tiles(width, height, self.tile_side, arrangements(MIN_TILES, self.max_tiles))
 
     def _salt(self, layout: ImageLayout) -> str:
         return f"tiles {layout.tiles} " if any(layout.tiles) else ""

@@ -28,7 +28,7 @@ DEMO = EngineConfig()
 
 
 class Books:
-    """Steps an engine and compares after each step, and at the worst moment within it.
+    """An engine whose bytes are compared with its budget after each step, and at the worst moment within it.
 
     Attributes:
         peak: Most bytes within a step, without one step's intermediate results, which a late device holds beside those

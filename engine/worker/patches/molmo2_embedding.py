@@ -1,7 +1,7 @@
 """Molmo2's embedding as two lookups.
 
 It has two tables, of the vocabulary and of the tokens around images. mlx_vlm 0.7.10 concatenates both at every call,
-which copies 0.8 GB in each decode step of the published models. Neither table is ever quantized: the module has no
+which copies them in each decode step. Neither table is ever quantized: the module has no
 `to_quantized`. The patch can be removed when the library does not copy them.
 """
 
