@@ -1,5 +1,6 @@
 """Checks of whole decoder layers of Qwen3.5: the ways in which steps compute tokens against each other."""
 
+import dataclasses
 from typing import Any
 
 import mlx.core as mx
@@ -7,6 +8,8 @@ import mlx.nn as nn
 from mlx_vlm.models.cache import ArraysCache, KVCache
 from mlx_vlm.models.qwen3_5 import language
 from mlx_vlm.models.qwen3_5.config import TextConfig
+from mlx_vlm.models.qwen3_5_moe import config as moe_config
+from mlx_vlm.models.qwen3_5_moe import language as moe_language
 
 from engine.worker import loader
 from engine.worker.kernel_figure import LIMIT, KernelFigure, error_of
@@ -38,6 +41,12 @@ LAYERS = TextConfig(
     },
 )
 """Two layers in Qwen3.5's form, a recurrent one and one of attention."""
+EXPERTS = {
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
 
 
 def decoder_layers() -> KernelFigure:
@@ -73,7 +82,13 @@ def same_bits() -> KernelFigure | str:
 
 
 def _layers(dtype: mx.Dtype) -> list[Any]:
-    layers: list[Any] = [language.Qwen3_5DecoderLayer(LAYERS, index) for index in range(LAYERS.num_hidden_layers)]
+    """Return the layers with an MLP each, and with experts."""
+    fields = {field.name for field in dataclasses.fields(moe_config.TextConfig)}
+    shared = {name: value for name, value in vars(LAYERS).items() if name in fields}
+    with_experts = moe_config.TextConfig(**shared, **EXPERTS)
+    indices = range(LAYERS.num_hidden_layers)
+    layers: list[Any] = [language.Qwen3_5DecoderLayer(LAYERS, index) for index in indices]
+    layers += [moe_language.Qwen3_5MoeDecoderLayer(with_experts, index) for index in indices]
     for layer in layers:
         layer.set_dtype(dtype)
     return layers

@@ -13,13 +13,14 @@ import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models.qwen3_5 import gated_delta, language
 from mlx_vlm.models.rope_utils import MRoPERotaryEmbedding
+from mlx_vlm.models.switch_layers import SwitchGLU
 
 from engine.worker import cuda_kernel, loader
 from engine.worker.cuda_kernel import CudaKernel
 from engine.worker.decoder_layer_checks import decoder_layers, same_bits
 from engine.worker.kernel_figure import BFLOAT16_LIMIT, LIMIT, KernelFigure, error_of, float64_of
 from engine.worker.kv_cache import BatchKVLayer, Cursor
-from engine.worker.patches import few_rows_cuda, step_attention_cuda
+from engine.worker.patches import experts_cuda, few_rows_cuda, qwen35_moe_cuda, step_attention_cuda
 
 SLOTS = 4096
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
@@ -161,6 +162,58 @@ def few_rows_error(
     return max(error_of(got, expected) for got, expected in (*computed.values(), *several))
 
 
+def experts() -> KernelFigure | str:
+    """Choose experts of 4, 8 and 16 bits for 1 to 300 tokens, apply and weigh them, against float64."""
+    if loader.device_kind() != "cuda":
+        return "Orchard's kernels for experts are for CUDA alone"
+    forms: list[dict[str, Any]] = [{"group_size": 64, "bits": 4}, {"group_size": 64, "bits": 8}, {}]
+    sizes = (1024, 512)
+    errors = [experts_error(tokens, 40, sizes, form) for tokens, form in product((1, 3, 20, 300), forms)]
+    errors += [experts_error(tokens, 8, (160, 96), {"group_size": 32, "bits": 4}) for tokens in (1, 40)]
+    return KernelFigure(max(errors), 2 * BFLOAT16_LIMIT, f"{loader.device_kind()} kernels")
+
+
+def experts_error(num_tokens: int, num_experts: int, sizes: tuple[int, int], quantization: dict[str, Any]) -> float:
+    """Return the largest error of four experts of each token, alone and behind a norm, and of their sum.
+
+    sizes: Numbers of a token, and of an expert between its two products.
+    """
+    size, inner = sizes
+    module: Any = SwitchGLU(size, inner, num_experts)
+    if quantization:
+        nn.quantize(module, **quantization)
+    module.set_dtype(mx.bfloat16)
+    x, to, shared = (mx.random.normal((num_tokens, size), key=mx.random.key(i)).astype(mx.bfloat16) for i in range(3))
+    logits = mx.random.normal((num_tokens, num_experts), key=mx.random.key(3)).astype(mx.bfloat16)
+    gates = mx.random.normal((num_tokens,), key=mx.random.key(4)).astype(mx.bfloat16)
+    norm = nn.RMSNorm(size)
+    norm.weight = mx.random.normal((size,), key=mx.random.key(5)).astype(mx.bfloat16)
+    chosen = np.argsort(-float64_of(logits), axis=-1, kind="stable")[:, :4]
+    shares = np.exp(np.take_along_axis(float64_of(logits), chosen, -1))
+    indices, scores = qwen35_moe_cuda.choice(logits, 4, True)
+    if not np.array_equal(indices, chosen):
+        return float("inf")
+    normed = float64_of(x) / np.sqrt((float64_of(x) ** 2).mean(-1, keepdims=True) + norm.eps) * float64_of(norm.weight)
+    y, of_normed = (_of_experts(module, tokens, chosen) for tokens in (float64_of(x), normed))
+    sums = float64_of(to) + (y * (shares / shares.sum(-1, keepdims=True))[..., None]).sum(1)
+    sums += float64_of(shared) / (1 + np.exp(-float64_of(gates)))[:, None]
+    found = experts_cuda.experts(module, x, indices)
+    compared = [
+        (found, y),
+        (experts_cuda.experts(module, x, indices, norm), of_normed),
+        (qwen35_moe_cuda.total(to, found, scores, shared, gates), sums),
+        (qwen35_moe_cuda.choice(logits, 4, False)[1], shares / np.exp(float64_of(logits)).sum(-1, keepdims=True)),
+    ]
+    return max(error_of(got, expected) for got, expected in compared)
+
+
+def _of_experts(module: Any, x: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Return the results [N, k, out] of the experts [N, k] that are chosen for tokens [N, in], in float64."""
+    gate, up, down = (_exact_weight(layer) for layer in (module.gate_proj, module.up_proj, module.down_proj))
+    gated, upper = (np.einsum("ni,nkoi->nko", x, weight[chosen]) for weight in (gate, up))
+    return np.einsum("nki,nkoi->nko", gated / (1 + np.exp(-gated)) * upper, down[chosen])
+
+
 def step_attention() -> KernelFigure | str:
     """Attend to rows of several lengths, one to four tokens each, against float64."""
     if loader.device_kind() != "cuda":
@@ -247,7 +300,7 @@ def _product(layer: nn.QuantizedLinear, x: mx.array) -> np.ndarray:
 
 def _exact_weight(layer: Any) -> np.ndarray:
     """Return what a linear layer stands for, in float64."""
-    if not isinstance(layer, nn.QuantizedLinear):
+    if "scales" not in layer:
         return float64_of(layer.weight)
     scales, biases = layer.scales.astype(mx.float32), layer["biases"].astype(mx.float32)
     return float64_of(mx.dequantize(layer.weight, scales, biases, group_size=layer.group_size, bits=layer.bits))
@@ -305,6 +358,7 @@ KERNEL_CHECKS: dict[str, Callable[[], KernelFigure | str]] = {
     "gated delta rule with states": gated_delta_states,
     "products of few rows": few_rows,
     "products of few rows, 4 and 8 bits": quantized_rows,
+    "products of experts": experts,
     "decoder layers": decoder_layers,
     "decoder layers, same bits": same_bits,
     "attention of decode steps": step_attention,

@@ -1,4 +1,5 @@
-// Stands for the CUDA functions that the kernels of few_rows_cuda.py call, on a CPU: each lane is a thread.
+// Stands for the CUDA functions that the kernels of cuda_on_cpu.py call, on a CPU: each lane is a thread.
+#include <atomic>
 #include <barrier>
 #include <cmath>
 #include <cstdint>
@@ -70,12 +71,15 @@ inline void multiply(
                     half_of(warp.b[column * 4 + holder][high], k % 2);
         }
 }
-inline float __shfl_xor_sync(unsigned, float x, int mask) {
+template <typename T> T __shfl_xor_sync(unsigned, T x, int mask) {
+    const int lane = threadIdx.x % 32;
     __syncwarp();
-    warp_of_lane->shuffled[threadIdx.x] = x;
+    memcpy(&warp_of_lane->shuffled[lane], &x, 4);
     __syncwarp();
-    return warp_of_lane->shuffled[threadIdx.x ^ mask];
+    memcpy(&x, &warp_of_lane->shuffled[lane ^ mask], 4);
+    return x;
 }
+inline int atomicAdd(int* to, int x) { return std::atomic_ref<int>(*to).fetch_add(x); }
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     const uint64_t bytes = uint64_t(high) << 32 | low;
     unsigned result = 0;
@@ -102,16 +106,16 @@ inline __nv_bfloat162 __hfma2(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bfloat162
 void kernel();
 
 // Run the blocks one after the other, each with a thread per lane.
-inline void launch(int num_blocks, int lanes, int warps) {
-    blockDim.x = lanes;
-    for (int block = 0; block < num_blocks; ++block) {
+inline void launch(int columns, int rows, int lanes, int warps) {
+    blockDim = {lanes, warps};
+    for (int block = 0; block < columns * rows; ++block) {
         block_barrier = std::make_unique<std::barrier<>>(lanes * warps);
         std::vector<Warp> of_block(lanes * warps / 32);
         std::vector<std::thread> threads;
         for (int thread = 0; thread < lanes * warps; ++thread)
             threads.emplace_back([&, thread] {
                 threadIdx = {thread % lanes, thread / lanes};
-                blockIdx = {block, 0};
+                blockIdx = {block % columns, block / columns};
                 warp_of_lane = &of_block[thread / 32];
                 kernel();
             });

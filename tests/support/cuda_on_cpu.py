@@ -1,6 +1,6 @@
 """Runs the source of CUDA kernels on a CPU: compiled by g++, with a thread per lane. Slow, and for small shapes.
 
-It knows what the kernels of few_rows_cuda and quantized_cuda call (cuda_on_cpu.h), in bfloat16.
+It knows what the kernels of few_rows_cuda, quantized_cuda and experts_cuda call (cuda_on_cpu.h), in bfloat16.
 """
 
 import subprocess
@@ -12,7 +12,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-TYPES = {mx.bfloat16: "bf16", mx.uint32: "uint32_t"}
+TYPES = {mx.bfloat16: "bf16", mx.uint32: "uint32_t", mx.int32: "int32_t", mx.float32: "float"}
+NUMPY_TYPES = {mx.bfloat16: np.uint16, mx.uint32: np.uint32, mx.int32: np.int32, mx.float32: np.float32}
+"""Of the arrays' files."""
 HEADER = Path(__file__).with_suffix(".h")
 
 
@@ -37,7 +39,6 @@ class Kernel:
         output_shapes: Sequence[tuple[int, ...]],
         output_dtypes: Sequence[mx.Dtype],
     ) -> list[mx.array]:
-        assert all(dtype == mx.bfloat16 for dtype in output_dtypes)
         names, results = self._arguments["input_names"], self._arguments["output_names"]
         for name, array in zip(names, inputs, strict=True):
             bits = mx.contiguous(array).view(mx.uint16 if array.dtype == mx.bfloat16 else array.dtype)
@@ -47,20 +48,26 @@ class Kernel:
             for name, array in zip(names, inputs, strict=True)
         ]
         sizes = [prod(shape) for shape in output_shapes]
-        arrays += [f"std::vector<bf16> {name}_all({size});" for name, size in zip(results, sizes, strict=True)]
+        arrays += [
+            f"std::vector<{TYPES[dtype]}> {name}_all({size});"
+            for name, size, dtype in zip(results, sizes, output_dtypes, strict=True)
+        ]
         body = [f"auto {name} = {name}_all.data();" for name in (*names, *results)]
         body += [
             f"const int {name}_shape[] = {{{', '.join(map(str, array.shape))}}};"
             for name, array in zip(names, inputs, strict=True)
         ]
         body += [
-            f"using {name} = {TYPES[value]};" if isinstance(value, mx.Dtype) else f"constexpr int {name} = {value};"
+            f"using {name} = {TYPES[value]};"
+            if isinstance(value, mx.Dtype)
+            else f"constexpr int {name} = {int(value)};"
             for name, value in template
         ]
-        self._run(arrays, body, f"{grid[0] // threadgroup[0]}, {threadgroup[0]}, {threadgroup[1]}")
+        blocks = [whole // of_block for whole, of_block in zip(grid, threadgroup, strict=True)]
+        self._run(arrays, body, f"{blocks[0]}, {blocks[1]}, {threadgroup[0]}, {threadgroup[1]}")
         return [
-            mx.array(np.fromfile(self._folder / name, np.uint16)).view(mx.bfloat16).reshape(shape)
-            for name, shape in zip(results, output_shapes, strict=True)
+            mx.array(np.fromfile(self._folder / name, NUMPY_TYPES[dtype])).view(dtype).reshape(shape)
+            for name, shape, dtype in zip(results, output_shapes, output_dtypes, strict=True)
         ]
 
     def _run(self, arrays: Sequence[str], body: Sequence[str], launched: str) -> None:

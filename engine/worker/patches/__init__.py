@@ -7,6 +7,7 @@ from engine.worker.patches import (
     afm7_reuse,
     attention_cpu,
     convolutions,
+    experts_cuda,
     families,
     few_rows_cuda,
     gated_delta_chunks,
@@ -21,6 +22,7 @@ from engine.worker.patches import (
     quantized_cuda,
     qwen4_rows,
     qwen35_layers_cuda,
+    qwen35_moe_cuda,
     row_positions,
     silu_cpu,
 )
@@ -54,4 +56,6 @@ def install(decodes: bool) -> None:
         few_rows_cuda.install()
         gated_delta_cuda.install()
         quantized_cuda.install()
+        experts_cuda.install()
         qwen35_layers_cuda.install()
+        qwen35_moe_cuda.install()

@@ -136,6 +136,12 @@ def added(to: mx.array, layer: Any, x: mx.array) -> mx.array:
     return _multiply(x, weights, to, form="added")[0]
 
 
+def is_normed_by_kernel(norm: Any, x: mx.array) -> bool:
+    """Return whether the kernel applies a norm to x [..., in]: float16 might not hold a value before."""
+    is_form = type(norm) is nn.RMSNorm and norm.weight.dtype == x.dtype == mx.bfloat16
+    return is_form and x.size <= ROWS * x.shape[-1]
+
+
 def _tiles(num_outputs: int, num_rows: int, bits: int, form: Form) -> dict[str, int]:
     """Return the output tiles of a block, the number of loads that a warp is ahead, and the number of warps.
 
@@ -161,8 +167,8 @@ def _multiply(
     tiles = _tiles(sum(num_outputs) * (2 if form == "gated" else 1), rows, bits, form)
     per_block = OUTPUTS * tiles["OutTiles"] // (2 if form == "gated" else 1)
     eps = None
-    if rows <= ROWS and type(norm) is nn.RMSNorm and norm.weight.dtype == x.dtype == mx.bfloat16:
-        eps, others = norm.eps, (*others, norm.weight)  # float16 might not hold a value before it is normalized
+    if norm is not None and is_normed_by_kernel(norm, x):
+        eps, others = norm.eps, (*others, norm.weight)
     elif norm is not None:
         x = norm(x)
     return kernel_of(x.dtype, len(weights), bits < UNQUANTIZED, form, eps)(

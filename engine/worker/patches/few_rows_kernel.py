@@ -3,6 +3,7 @@
 The functions of its header are also called by the kernel that expands weights (quantized_cuda.py).
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Literal
 
@@ -11,12 +12,15 @@ import mlx.core as mx
 from engine.worker.cuda_kernel import CudaKernel, short
 
 Form = Literal["plain", "gated", "added"]
+Grouping = Literal["none", "gather", "scatter"]
+"""How rows are multiplied by the weights of several experts: not at all, each pair of a row and an expert read from its
+row and written to its place, or read from its place and written to its pair (experts_cuda.py)."""
 
 _SOURCE = """
     // Tiles of 16 rows x 8 outputs by mma.m16n8k16. A lane loads 16 bytes of an output's weights: neighbours of a row,
     // which serve several products. Which columns a product adds up does not matter as long as both operands agree.
     constexpr int Own = Gated ? OutTiles / 2 : OutTiles, PerLane = 128 / Bits, PerWarp = 4 * PerLane;
-    const int rows = x_shape[0], columns = x_shape[1];
+    const int columns = x_shape[1];
     const int lane = threadIdx.x, warp = threadIdx.y, group = lane >> 2, part = (lane & 3) * PerLane;
     // All of a block's tiles are of one weight; with a gate the first half is of the gate, the second of `up`.
     const int chunks = (columns + PerWarp - 1) / PerWarp, first = block * (8 * Own);
@@ -34,6 +38,10 @@ _SOURCE = """
         return load(from);
     };
     const uint4 zeros = {0u, 0u, 0u, 0u};
+    unsigned sources[RowTiles * 2];
+    #pragma unroll
+    for (int i = 0; i < RowTiles * 2; ++i)
+        sources[i] = i * 8 + group < rows ? unsigned(source(i * 8 + group)) * columns : 0u;
     float squares[RowTiles][2] = {};
     float sums[RowTiles][OutTiles][4];
     for (int i = 0; i < RowTiles; ++i)
@@ -65,7 +73,7 @@ _SOURCE = """
         #pragma unroll
         for (int i = 0; i < RowTiles * 2; ++i) {
             const int row = i * 8 + group;
-            xs[n][i / 2][i % 2] = there && row < rows ? load_x(x + row * columns + column) : zeros;
+            xs[n][i / 2][i % 2] = there && row < rows ? load_x(x + sources[i] + column) : zeros;
         }
         if (Normed) norms[n] = there ? load_x(norm + column) : zeros;
     };
@@ -138,7 +146,7 @@ _SOURCE = """
         float sum = total(at) * factor;
         if (Gated) sum = sum / (1.0f + expf(-sum)) * total(at + 4 * Own) * factor;
         if (row >= rows || output >= outputs) continue;
-        const size_t place = size_t(row) * outputs + output;
+        const size_t place = size_t(target(row)) * outputs + output;
         if (Added) sum += static_cast<float>(added[place]);
         y[place] = static_cast<T>(sum);
     }
@@ -209,7 +217,15 @@ whose last four digits may be replaced by a number of 4 bits: then that number i
 
 
 @cache
-def kernel_of(dtype: mx.Dtype, num_weights: int, is_quantized: bool, form: Form, eps: float | None) -> CudaKernel:
+def kernel_of(
+    dtype: mx.Dtype,
+    num_weights: int,
+    is_quantized: bool,
+    form: Form,
+    eps: float | None,
+    grouping: Grouping = "none",
+    is_sorted: bool = False,
+) -> CudaKernel:
     """Return the kernel; its first lines find the weight that a block multiplies by, `w`, and that of `up`.
 
     Args:
@@ -218,6 +234,8 @@ def kernel_of(dtype: mx.Dtype, num_weights: int, is_quantized: bool, form: Form,
         is_quantized: Whether the weights have scales and biases.
         form: What is computed of the products.
         eps: The number that the norm before adds to the mean square; None without a norm.
+        grouping: With experts a weight is [experts, out, in], and a block multiplies rows of one expert.
+        is_sorted: Whether `order` and `tiles` say which pairs a block multiplies, or each has one of `experts`.
     """
     names = ("w", "scales", "biases") if is_quantized else ("w",)
 
@@ -226,13 +244,14 @@ def kernel_of(dtype: mx.Dtype, num_weights: int, is_quantized: bool, form: Form,
         return f"{name} = (decltype({name})){name}{i}; up_{name} = (decltype({name})){name}{up};"
 
     num_results = 1 if form == "gated" else num_weights
+    axis = 0 if grouping == "none" else 1  # of the outputs
     flags = {"Gated": form == "gated", "Added": form == "added", "Normed": eps is not None}
     lines = [
         f"constexpr bool {', '.join(f'{name} = {str(value).lower()}' for name, value in flags.items())};",
         f"constexpr float EPS = {eps or 0.0!r}f;",
-        "int block = blockIdx.x, outputs = w0_shape[0];",
+        f"int block = blockIdx.x, outputs = w0_shape[{axis}];",
         "const char *w, *up_w;",
-        f"const int groups = {'scales0_shape[1]' if is_quantized else 1};",
+        f"const int groups = {f'scales0_shape[{axis + 1}]' if is_quantized else 1};",
         "const unsigned short *scales = nullptr, *up_scales = nullptr, *biases = nullptr, *up_biases = nullptr;",
         *(chosen(name, 0, 1 if form == "gated" else 0) for name in names),
         f"const T *added = {'other' if form == 'added' else 'nullptr'}, *norm = {'nullptr' if eps is None else 'by'};",
@@ -246,15 +265,38 @@ def kernel_of(dtype: mx.Dtype, num_weights: int, is_quantized: bool, form: Form,
             *(chosen(name, i, i) for name in names),
             "}",
         ]
+    lines += _rows_of_block(grouping, is_sorted, names)
     others = [*(["other"] if form == "added" else []), *([] if eps is None else ["by"])]
+    if grouping != "none":
+        others += ["order", "tiles"] if is_sorted else ["experts"]
     kind = f"{NAMES[dtype]}{'_quantized' if is_quantized else ''}"
+    group = "" if grouping == "none" else f"_{grouping}{'_sorted' if is_sorted else ''}"
     return CudaKernel(
-        name=f"few_rows_{kind}_{num_weights}_{form}{'' if eps is None else '_normed'}",
+        name=f"few_rows_{kind}_{num_weights}_{form}{'' if eps is None else '_normed'}{group}",
         input_names=["x", *(f"{name}{i}" for i in range(num_weights) for name in names), *others],
         output_names=[f"y{i}" for i in range(num_results)],
         header=header(dtype),
         source=short("\n".join(lines) + _SOURCE),
     )
+
+
+def _rows_of_block(grouping: Grouping, is_sorted: bool, weight_names: Sequence[str]) -> list[str]:
+    """Return the lines that say which rows a block multiplies, and move its weights to those of its expert."""
+    if grouping == "none":
+        same = "[&](int row) { return row; };"
+        return ["const int rows = x_shape[0];", f"auto source = {same}", f"auto target = {same}"]
+    if is_sorted:
+        lines, pair = ["const int* tile = tiles + 3 * blockIdx.y;", "if (tile[2] == 0) return;"], "order[begin + row]"
+        lines.append("const int expert = tile[0], begin = tile[1], rows = tile[2];")
+    else:
+        lines, pair = ["const int expert = experts[blockIdx.y], begin = blockIdx.y, rows = 1;"], "begin"
+    read, written = (f"{pair} / Share", "begin + row") if grouping == "gather" else ("begin + row", pair)
+    lines.append("const size_t skipped = size_t(expert) * outputs;")
+    for name in weight_names:
+        size = "x_shape[1] * Bits / 8" if name == "w" else "groups"
+        lines.append(f"{name} += skipped * {size}; up_{name} += skipped * {size};")
+    sources = {"source": read, "target": written}
+    return [*lines, *(f"auto {name} = [&](int row) {{ return {place}; }};" for name, place in sources.items())]
 
 
 def header(dtype: mx.Dtype) -> str:

@@ -101,12 +101,23 @@ def decoder_layer(
     position_embeddings: tuple[mx.array, mx.array] | None = None,
 ) -> mx.array:
     """Stand for `Qwen3_5DecoderLayer.__call__`."""
+    x = mixer(self, x, mask, cache, position_ids, position_embeddings)
+    return mlp(self.mlp, x, to=x, norm=self.post_attention_layernorm)
+
+
+def mixer(
+    self: Any,
+    x: mx.array,
+    mask: Any,
+    cache: Any,
+    position_ids: mx.array | None,
+    position_embeddings: tuple[mx.array, mx.array] | None,
+) -> mx.array:
+    """Return x + the recurrent layer or the attention of a decoder layer, behind its norm."""
     norm = self.input_layernorm
     if self.is_linear:
-        x = recurrent(self.linear_attn, x, mask, cache, to=x, norm=norm)
-    else:
-        x = attention(self.self_attn, x, mask, cache, position_ids, position_embeddings, to=x, norm=norm)
-    return mlp(self.mlp, x, to=x, norm=self.post_attention_layernorm)
+        return recurrent(self.linear_attn, x, mask, cache, to=x, norm=norm)
+    return attention(self.self_attn, x, mask, cache, position_ids, position_embeddings, to=x, norm=norm)
 
 
 def install() -> None:

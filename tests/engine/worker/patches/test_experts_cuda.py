@@ -1,0 +1,129 @@
+"""Which experts CUDA's kernels take, and what their sources compute, on a CPU with a thread per lane.
+
+The self-test checks their results on a GPU.
+"""
+
+import os
+import shutil
+from functools import partial
+
+import engine.worker  # noqa: F401  # before MLX
+
+import mlx.core as mx  # isort: skip
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import switch_layers as text_layers
+from mlx_vlm.models import switch_layers
+
+from engine.worker.cuda_kernel import CudaKernel
+from engine.worker.kernel_checks import experts_error
+from engine.worker.patches import experts_cuda, few_rows_kernel, qwen35_moe_cuda
+from tests.support import cuda_on_cpu
+from tests.support.night import some_at_night
+
+CACHES = few_rows_kernel.kernel_of, experts_cuda._grouping, qwen35_moe_cuda._choice, qwen35_moe_cuda._sum
+
+
+@pytest.fixture
+def on_cpu(monkeypatch, tmp_path):
+    """The kernels on a CPU."""
+    if shutil.which("g++") is None:
+        assert not os.environ.get("CI"), "the kernels' sources are compiled by g++, which is not here"
+        pytest.skip("the kernels' sources are compiled by g++, which is not here")
+    monkeypatch.setattr(mx.fast, "cuda_kernel", partial(cuda_on_cpu.Kernel, tmp_path))
+    monkeypatch.setattr(CudaKernel, "_cache", lambda *arguments: None)  # NVRTC is not here
+    for cache in CACHES:
+        cache.cache_clear()
+    yield
+    for cache in CACHES:
+        cache.cache_clear()
+
+
+CASES = [
+    (1, 8, {"group_size": 32, "bits": 4}),
+    (20, 5, {"group_size": 32, "bits": 4}),
+    (7, 40, {}),
+    (40, 6, {"group_size": 32, "bits": 8}),
+    (60, 5, {"group_size": 32, "bits": 4}),
+    (2, 40, {"group_size": 32, "bits": 8}),
+]
+"""Tokens, experts and quantization: blocks of one pair, of 16 and of 32."""
+
+
+@pytest.mark.parametrize(
+    "case", some_at_night(CASES, CASES[:2], "the gate runs the kernels of single pairs and of pairs in groups")
+)
+def test_the_kernels_sources_choose_experts_and_compute_and_weigh_their_results(on_cpu, case):
+    num_tokens, num_experts, quantization = case
+    assert experts_error(num_tokens, num_experts, (64, 96), quantization) < 2e-2
+
+
+def test_pairs_are_grouped_by_their_experts(on_cpu):
+    chosen = mx.array([3, 0, 3, 3, 1, 3, 3, 0], mx.int32)
+    order, tiles = (np.array(found) for found in experts_cuda._grouped(chosen, 5, 4, 7))
+    assert sorted(order[:2]) == [1, 7] and order[2] == 4 and sorted(order[3:]) == [0, 2, 3, 5, 6]
+    assert tiles[:4].tolist() == [[0, 0, 2], [1, 2, 1], [3, 3, 4], [3, 7, 1]]
+    assert not tiles[4:, 2].any()
+
+
+@pytest.mark.parametrize("is_normalized", [True, False])
+def test_of_equal_logits_the_first_experts_are_chosen_and_unknown_numbers_choose_some_expert(on_cpu, is_normalized):
+    logits = mx.array([[1.0, 3.0, 3.0, 2.0, 3.0], [0.0] * 5, [float("nan")] * 5])
+    indices, scores = (np.array(found) for found in qwen35_moe_cuda.choice(logits, 2, is_normalized))
+    assert indices[:2].tolist() == [[1, 2], [0, 1]]
+    assert ((indices >= 0) & (indices < 5)).all() and np.isnan(scores[2]).all()
+    others = np.exp([1.0, 2.0, 3.0]).sum()
+    expected = [0.5, np.exp(3.0) / (others + 2 * np.exp(3.0))]
+    np.testing.assert_allclose(scores[0], expected[0 if is_normalized else 1], rtol=1e-5)
+
+
+FOUR_BITS = {"group_size": 32, "bits": 4}
+
+
+def _module(layers, inner=96, quantization=FOUR_BITS, **options):
+    module = layers.SwitchGLU(64, inner, 4, **options)
+    if quantization:
+        nn.quantize(module, **quantization)
+    module.set_dtype(mx.bfloat16)
+    return module
+
+
+@pytest.mark.parametrize("layers", [switch_layers, text_layers], ids=["mlx_vlm", "mlx_lm"])
+def test_experts_of_other_forms_are_the_library_s(layers):
+    x = mx.zeros((2, 1, 64), mx.bfloat16)
+    assert experts_cuda.is_supported(_module(layers), x)
+    assert experts_cuda.is_supported(_module(layers, quantization=None), x)
+    assert not experts_cuda.is_supported(_module(layers), x.astype(mx.float32))
+    assert not experts_cuda.is_supported(_module(layers, bias=True), x)
+    assert not experts_cuda.is_supported(_module(layers, activation=nn.GELU()), x)
+    assert not experts_cuda.is_supported(_module(layers, quantization={**FOUR_BITS, "mode": "mxfp4"}), x)
+    assert not experts_cuda.is_supported(_module(layers, quantization={"group_size": 32, "bits": 6}), x)
+    mixed = _module(layers, quantization=None)
+    mixed.up_proj = mixed.up_proj.to_quantized(32, 4)
+    mixed.set_dtype(mx.bfloat16)
+    assert not experts_cuda.is_supported(mixed, x)
+    narrow = _module(layers, inner=80, quantization=None)
+    assert not experts_cuda.is_supported(narrow, x)
+
+
+def test_unsupported_experts_get_what_the_library_computes():
+    module, x = switch_layers.SwitchGLU(64, 96, 4), mx.random.normal((2, 1, 64))
+    text = text_layers.SwitchGLU(64, 96, 4)
+    text.update(module.parameters())
+    chosen = mx.array([[[0, 3]], [[1, 2]]], mx.uint32)
+    assert mx.array_equal(experts_cuda.switch_glu(module, x, chosen), module(x, chosen))
+    assert mx.array_equal(experts_cuda.text_switch_glu(text, x, chosen), text(x, chosen))
+
+
+def test_weights_and_a_shared_result_are_combined_as_in_the_library(on_cpu):
+    module, exact = _module(switch_layers), switch_layers.SwitchGLU(64, 96, 4)
+    nn.quantize(exact, **FOUR_BITS)
+    exact.update(module.parameters())
+    exact.set_dtype(mx.float32)
+    x, shared = (mx.random.normal((2, 1, 64), key=mx.random.key(i)) for i in range(2))
+    x, shared = (one.astype(mx.bfloat16) for one in (x, shared))
+    chosen, weights = mx.array([[[0, 3]], [[1, 2]]], mx.uint32), mx.array([[[0.25, 0.75]], [[0.5, 0.5]]])
+    found = experts_cuda.switch_glu(module, x, chosen, weights, shared)
+    expected = exact(x.astype(mx.float32), chosen, weights, shared.astype(mx.float32))
+    assert mx.allclose(found.astype(mx.float32), expected, atol=0.02 * float(mx.abs(expected).max()))
