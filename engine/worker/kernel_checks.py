@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_vlm.models.qwen3_5 import gated_delta, language
+from mlx_vlm.models.qwen3_5.language import Qwen3_5MLP
 from mlx_vlm.models.rope_utils import MRoPERotaryEmbedding
 from mlx_vlm.models.switch_layers import SwitchGLU
 
@@ -109,7 +110,7 @@ def few_rows() -> KernelFigure:
     """Apply layers to 1 to 33 rows in bfloat16, a few in float16, against float64; CUDA has a kernel for up to 32."""
     errors = [
         few_rows_error(num_rows, size, num_outputs, {})
-        for num_rows, size, num_outputs in product((1, 2, 7, 16, 17, 32, 33), (512, 96), (1024, 100))
+        for num_rows, size, num_outputs in product((1, 2, 7, 16, 17, 32, 33, 64, 65), (512, 96), (1024, 100))
     ]
     errors += [few_rows_error(num_rows, 96, few_rows_cuda.NARROW + 100, {}) for num_rows in (5, 20)]
     errors += [few_rows_error(5, 96, 100, {}, mx.float16)]
@@ -174,16 +175,20 @@ def experts() -> KernelFigure | str:
 
 
 def experts_error(num_tokens: int, num_experts: int, sizes: tuple[int, int], quantization: dict[str, Any]) -> float:
-    """Return the largest error of four experts of each token, alone and behind a norm, and of their sum.
+    """Return the largest error of four experts of each token and a shared one, alone, behind a norm, and of their sum.
 
     sizes: Numbers of a token, and of an expert between its two products.
     """
     size, inner = sizes
-    module: Any = SwitchGLU(size, inner, num_experts)
-    if quantization:
-        nn.quantize(module, **quantization)
-    module.set_dtype(mx.bfloat16)
-    x, to, shared = (mx.random.normal((num_tokens, size), key=mx.random.key(i)).astype(mx.bfloat16) for i in range(3))
+    module, shared, wide = SwitchGLU(size, inner, num_experts), Qwen3_5MLP(size, inner), Qwen3_5MLP(size, 2 * inner)
+    modules: list[Any] = [module, shared, wide]
+    for one in modules:
+        for i, layer in enumerate((one.gate_proj, one.up_proj, one.down_proj)):
+            layer.weight = mx.random.normal(layer.weight.shape, key=mx.random.key(i)) / layer.weight.shape[-1] ** 0.5
+        if quantization:
+            nn.quantize(one, **quantization)
+        one.set_dtype(mx.bfloat16)
+    x, to = (mx.random.normal((num_tokens, size), key=mx.random.key(i)).astype(mx.bfloat16) for i in range(2))
     logits = mx.random.normal((num_tokens, num_experts), key=mx.random.key(3)).astype(mx.bfloat16)
     gates = mx.random.normal((num_tokens,), key=mx.random.key(4)).astype(mx.bfloat16)
     norm = nn.RMSNorm(size)
@@ -194,22 +199,31 @@ def experts_error(num_tokens: int, num_experts: int, sizes: tuple[int, int], qua
     if not np.array_equal(indices, chosen):
         return float("inf")
     normed = float64_of(x) / np.sqrt((float64_of(x) ** 2).mean(-1, keepdims=True) + norm.eps) * float64_of(norm.weight)
-    y, of_normed = (_of_experts(module, tokens, chosen) for tokens in (float64_of(x), normed))
+    y, y_of_normed = (_of_experts(module, tokens, chosen) for tokens in (float64_of(x), normed))
+    of_all, of_all_normed = (_of_experts(shared, tokens, None) for tokens in (float64_of(x), normed))
+    found = experts_cuda.with_shared(module, shared, x, indices)
     sums = float64_of(to) + (y * (shares / shares.sum(-1, keepdims=True))[..., None]).sum(1)
-    sums += float64_of(shared) / (1 + np.exp(-float64_of(gates)))[:, None]
-    found = experts_cuda.experts(module, x, indices)
+    sums += of_all / (1 + np.exp(-float64_of(gates)))[:, None]
     compared = [
-        (found, y),
-        (experts_cuda.experts(module, x, indices, norm), of_normed),
-        (qwen35_moe_cuda.total(to, found, scores, shared, gates), sums),
+        (experts_cuda.experts(module, x, indices), y),
+        (found, np.concatenate([y.reshape(-1, size), of_all])),
+        (experts_cuda.with_shared(module, wide, x, indices)[-num_tokens:], float64_of(wide(x))),
+        (
+            experts_cuda.with_shared(module, shared, x, indices, norm),
+            np.concatenate([y_of_normed.reshape(-1, size), of_all_normed]),
+        ),
+        (qwen35_moe_cuda.total(to, found, scores, gates), sums),
         (qwen35_moe_cuda.choice(logits, 4, False)[1], shares / np.exp(float64_of(logits)).sum(-1, keepdims=True)),
     ]
     return max(error_of(got, expected) for got, expected in compared)
 
 
-def _of_experts(module: Any, x: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Return the results [N, k, out] of the experts [N, k] that are chosen for tokens [N, in], in float64."""
+def _of_experts(module: Any, x: np.ndarray, chosen: np.ndarray | None) -> np.ndarray:
+    """Return what the experts [N, k] that are chosen give for tokens [N, in], or an MLP, in float64."""
     gate, up, down = (_exact_weight(layer) for layer in (module.gate_proj, module.up_proj, module.down_proj))
+    if chosen is None:
+        gated, upper = x @ gate.T, x @ up.T
+        return (gated / (1 + np.exp(-gated)) * upper) @ down.T
     gated, upper = (np.einsum("ni,nkoi->nko", x, weight[chosen]) for weight in (gate, up))
     return np.einsum("nki,nkoi->nko", gated / (1 + np.exp(-gated)) * upper, down[chosen])
 

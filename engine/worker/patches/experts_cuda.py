@@ -5,7 +5,7 @@ pair: on an H200 `gather_qmm` of 8 of 256 experts of 512 x 2048 weights of 4 bit
 64, 7.0 for 2048, and from 65,536 pairs on it fails. Around it the library sorts the pairs and puts them back, by a
 dozen operations per layer, each of which costs the host a launch. Here the two products of an expert's MLP are one
 kernel each, that of few_rows_cuda with an expert per block: of up to half as many pairs as there are experts each has
-its own block, more are grouped by their experts before, 16 or 32 to a block. The result of a pair depends on its own
+its own block, more are grouped by their experts before, 16 to a block. The result of a pair depends on its own
 values alone. It can be removed when the library groups pairs of unsorted experts, for weights of 4 and 8 bits, too.
 """
 
@@ -19,13 +19,11 @@ from mlx_vlm.models import switch_layers
 
 from engine.worker.cuda_kernel import CudaKernel, short
 from engine.worker.patches import few_rows_cuda
-from engine.worker.patches.few_rows_cuda import COLUMNS, MAX_SIZE, OUTPUTS, QUANTIZED_BITS, ROWS, UNQUANTIZED
+from engine.worker.patches.few_rows_cuda import COLUMNS, MAX_SIZE, OUTPUTS, QUANTIZED_BITS, ROWS, UNQUANTIZED, Weight
 from engine.worker.patches.few_rows_kernel import NAMES, Form, Grouping, kernel_of
 
 MAX_EXPERTS = 1024
 """More experts are the library's: the kernel that groups pairs has a thread for each."""
-WIDE = 24
-"""From this many pairs per expert on a block has 32 of them, not 16."""
 OUT_TILES = 4
 """Output tiles of a block."""
 
@@ -72,58 +70,77 @@ _GROUPING = """
 """
 
 
-def experts(module: Any, x: mx.array, indices: mx.array, norm: Any = None) -> mx.array:
+def experts(module: Any, x: mx.array, indices: mx.array) -> mx.array:
     """Apply experts to tokens: down(silu(gate(x)) * up(x)). `is_supported` says to which.
 
     Args:
         module: The library's SwitchGLU.
         x: The tokens [..., in], in the dtype of the weights.
         indices: Experts of each token [..., k].
-        norm: A norm that is applied to x first; None for nothing.
 
     Returns:
         The result of each expert [..., k, out].
     """
-    rows = x.reshape(-1, x.shape[-1])
-    num_experts = module.gate_proj.num_experts
-    pairs = _Pairs.of(indices.reshape(-1).astype(mx.int32), num_experts, indices.shape[-1])
+    tokens = x.reshape(-1, x.shape[-1])
+    return with_shared(module, None, tokens, indices.reshape(-1, indices.shape[-1])).reshape(*indices.shape, -1)
+
+
+def with_shared(module: Any, shared: Any, x: mx.array, indices: mx.array, norm: Any = None) -> mx.array:
+    """Apply experts to tokens, and one that all share.
+
+    Args:
+        module: The library's SwitchGLU.
+        shared: A module with the same three layers for one expert; None for none.
+        x: The tokens [N, in], in the dtype of the weights.
+        indices: Experts of each token [N, k].
+        norm: A norm that is applied to x first; None for nothing.
+
+    Returns:
+        The results [N * k, out] of the experts of the first token, of the second, and so on; and behind them those of
+        the shared one [N, out].
+    """
+    if shared is not None and not _are_alike(module, shared):
+        x = x if norm is None else norm(x)
+        y = shared.down_proj(few_rows_cuda.gated(shared.gate_proj, shared.up_proj, x))
+        return mx.concatenate([with_shared(module, None, x, indices), y])
     eps = None
-    if norm is not None and not few_rows_cuda.is_normed_by_kernel(norm, rows):
-        rows = norm(rows)
+    if norm is not None and not few_rows_cuda.is_normed_by_kernel(norm, x):
+        x = norm(x)
     elif norm is not None:
         eps = norm.eps
-    gated = [*_arrays(module.gate_proj), *_arrays(module.up_proj), *([] if eps is None else [norm.weight])]
-    hidden = _multiply(rows, module.gate_proj, gated, pairs, "gated", "gather", eps)
-    y = _multiply(hidden, module.down_proj, _arrays(module.down_proj), pairs, "plain", "scatter")
-    return y.reshape(*indices.shape, -1)
+    of_norm = [] if eps is None else [norm.weight]
+    pairs = _Pairs.of(indices, module.gate_proj.num_experts, shared is not None)
+    gates, downs = [module.gate_proj, module.up_proj], [module.down_proj]
+    if shared is not None:
+        gates, downs = [*gates, shared.gate_proj, shared.up_proj], [*downs, shared.down_proj]
+    return _multiply(_multiply(x, gates, of_norm, pairs, "gated", "gather", eps), downs, [], pairs, "plain", "scatter")
 
 
 class _Pairs(NamedTuple):
     """Pairs of a token and one of its experts, and the blocks that multiply them.
 
     Attributes:
-        num_pairs: Number of pairs.
+        num_tokens: Number of tokens.
         share: Pairs of a token.
-        tile: Most pairs of a block.
         slots: Number of blocks, of which some may be empty.
         where: The expert [P] of each pair, for blocks of one pair; or what `_grouped` returns.
+        with_shared: Whether further blocks multiply all tokens.
     """
 
-    num_pairs: int
+    num_tokens: int
     share: int
-    tile: int
     slots: int
     where: list[mx.array]
+    with_shared: bool
 
     @classmethod
-    def of(cls, experts: mx.array, num_experts: int, share: int) -> Self:
-        """Return the pairs of the experts [P]."""
-        num_pairs = experts.size
-        if 2 * num_pairs <= num_experts:
-            return cls(num_pairs, share, 1, num_pairs, [experts])
-        tile = ROWS if num_pairs < WIDE * num_experts else 2 * ROWS
-        slots = min(num_pairs, num_experts) + num_pairs // tile
-        return cls(num_pairs, share, tile, slots, _grouped(experts, num_experts, tile, slots))
+    def of(cls, indices: mx.array, num_experts: int, with_shared: bool) -> Self:
+        """Return the pairs of the experts [N, k] of tokens."""
+        (num_tokens, share), experts = indices.shape, indices.reshape(-1).astype(mx.int32)
+        if 2 * experts.size <= num_experts:
+            return cls(num_tokens, share, experts.size, [experts], with_shared)
+        slots = min(experts.size, num_experts) + experts.size // ROWS
+        return cls(num_tokens, share, slots, _grouped(experts, num_experts, ROWS, slots), with_shared)
 
 
 def _grouped(experts: mx.array, num_experts: int, tile: int, slots: int) -> list[mx.array]:
@@ -148,38 +165,57 @@ def _grouping() -> CudaKernel:
 
 def _multiply(
     x: mx.array,
-    layer: Any,
-    arrays: Sequence[mx.array],
+    layers: Sequence[Any],
+    others: Sequence[mx.array],
     pairs: _Pairs,
     form: Form,
     grouping: Grouping,
     eps: float | None = None,
 ) -> mx.array:
-    """Return the products [P, out] with the weights of a layer, or of it and another; see few_rows_kernel.kernel_of.
+    """Return the products with the experts' layers, and behind them with the shared ones, if there are any.
 
-    A pair's result depends on the number of warps, which depends on the weights alone.
+    A row's result depends on the number of warps, which depends on the weights alone. See few_rows_kernel.kernel_of.
     """
-    bits, num_outputs = _bits(layer), layer.output_dims
+    bits, num_outputs = _bits(layers[0]), layers[0].output_dims
     warps = 8 if x.shape[-1] >= 8 * (512 // bits) else 4
     per_block = OUTPUTS * (OUT_TILES // 2 if form == "gated" else OUT_TILES)
-    num_weights = 2 if form == "gated" else 1
-    (y,) = kernel_of(x.dtype, num_weights, bits < UNQUANTIZED, form, eps, grouping, len(pairs.where) == 2)(
-        inputs=[x, *arrays, *pairs.where],
+    num_weights, num_rows, slots = 2 if form == "gated" else 1, pairs.num_tokens * pairs.share, pairs.slots
+    if pairs.with_shared:
+        num_rows, slots = num_rows + pairs.num_tokens, slots + -(-pairs.num_tokens // ROWS)
+    are_sorted = len(pairs.where) == 2
+    kernel = kernel_of(x.dtype, num_weights, bits < UNQUANTIZED, form, eps, grouping, are_sorted, pairs.with_shared)
+    (y,) = kernel(
+        inputs=[x, *(array for layer in layers for array in _arrays(layer)), *others, *pairs.where],
         template=[
             ("T", x.dtype),
-            ("RowTiles", max(pairs.tile // ROWS, 1)),
+            ("RowTiles", 1),
             ("Bits", bits),
             ("OutTiles", OUT_TILES),
             ("Ahead", 2),
             ("Warps", warps),
             ("Share", pairs.share),
         ],
-        grid=(32 * -(-num_outputs // per_block), warps * pairs.slots, 1),
+        grid=(32 * -(-num_outputs // per_block), warps * slots, 1),
         threadgroup=(32, warps, 1),
-        output_shapes=[(pairs.num_pairs, num_outputs)],
+        output_shapes=[(num_rows, num_outputs)],
         output_dtypes=[x.dtype],
     )
     return y
+
+
+def _are_alike(module: Any, shared: Any) -> bool:
+    """Return whether a shared expert has the form of a module's experts."""
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        own, of_all = module[name], shared[name]
+        weight = Weight.of(of_all)
+        if weight is None or "bias" in of_all or weight.bits != _bits(own):
+            return False
+        if any(
+            one.shape[1:] != other.shape or one.dtype != other.dtype
+            for one, other in zip(_arrays(own), weight.arrays, strict=True)
+        ):
+            return False
+    return True
 
 
 def _bits(layer: Any) -> int:

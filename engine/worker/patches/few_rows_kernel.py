@@ -225,6 +225,7 @@ def kernel_of(
     eps: float | None,
     grouping: Grouping = "none",
     is_sorted: bool = False,
+    with_shared: bool = False,
 ) -> CudaKernel:
     """Return the kernel; its first lines find the weight that a block multiplies by, `w`, and that of `up`.
 
@@ -236,6 +237,7 @@ def kernel_of(
         eps: The number that the norm before adds to the mean square; None without a norm.
         grouping: With experts a weight is [experts, out, in], and a block multiplies rows of one expert.
         is_sorted: Whether `order` and `tiles` say which pairs a block multiplies, or each has one of `experts`.
+        with_shared: Whether further blocks multiply all tokens by the weights of an expert that all share.
     """
     names = ("w", "scales", "biases") if is_quantized else ("w",)
 
@@ -265,12 +267,16 @@ def kernel_of(
             *(chosen(name, i, i) for name in names),
             "}",
         ]
-    lines += _rows_of_block(grouping, is_sorted, names)
+    lines += _rows_of_block(grouping, is_sorted, with_shared, names)
     others = [*(["other"] if form == "added" else []), *([] if eps is None else ["by"])]
     if grouping != "none":
+        ends = ("shared", "up")[:num_weights] if with_shared else ()
+        others = [*(f"{name}_{end}" for end in ends for name in names), *others]
         others += ["order", "tiles"] if is_sorted else ["experts"]
     kind = f"{NAMES[dtype]}{'_quantized' if is_quantized else ''}"
-    group = "" if grouping == "none" else f"_{grouping}{'_sorted' if is_sorted else ''}"
+    group = (
+        "" if grouping == "none" else f"_{grouping}{'_sorted' if is_sorted else ''}{'_shared' if with_shared else ''}"
+    )
     return CudaKernel(
         name=f"few_rows_{kind}_{num_weights}_{form}{'' if eps is None else '_normed'}{group}",
         input_names=["x", *(f"{name}{i}" for i in range(num_weights) for name in names), *others],
@@ -280,23 +286,42 @@ def kernel_of(
     )
 
 
-def _rows_of_block(grouping: Grouping, is_sorted: bool, weight_names: Sequence[str]) -> list[str]:
+def _rows_of_block(grouping: Grouping, is_sorted: bool, with_shared: bool, weight_names: Sequence[str]) -> list[str]:
     """Return the lines that say which rows a block multiplies, and move its weights to those of its expert."""
     if grouping == "none":
         same = "[&](int row) { return row; };"
         return ["const int rows = x_shape[0];", f"auto source = {same}", f"auto target = {same}"]
+    pairs, slots = ("order_shape[0]", "tiles_shape[0]") if is_sorted else ("experts_shape[0]", "experts_shape[0]")
+    lines = [f"const int slot = blockIdx.y, pairs = {pairs};", "int expert = 0, begin = slot, rows = 1;"]
+    lines.append(f"const bool is_chosen = slot < {slots};")
     if is_sorted:
-        lines, pair = ["const int* tile = tiles + 3 * blockIdx.y;", "if (tile[2] == 0) return;"], "order[begin + row]"
-        lines.append("const int expert = tile[0], begin = tile[1], rows = tile[2];")
+        lines.append(
+            "if (is_chosen) { expert = tiles[3 * slot]; begin = tiles[3 * slot + 1]; rows = tiles[3 * slot + 2]; }"
+        )
     else:
-        lines, pair = ["const int expert = experts[blockIdx.y], begin = blockIdx.y, rows = 1;"], "begin"
-    read, written = (f"{pair} / Share", "begin + row") if grouping == "gather" else ("begin + row", pair)
-    lines.append("const size_t skipped = size_t(expert) * outputs;")
+        lines.append("if (is_chosen) expert = experts[slot];")
+    if with_shared:
+        tokens = "x_shape[0]" if grouping == "gather" else "x_shape[0] - pairs"
+        lines += [
+            "if (!is_chosen) {",
+            f"begin = (slot - {slots}) * 16; rows = {tokens} - begin < 16 ? {tokens} - begin : 16;",
+            *(f"{name} = (decltype({name})){name}_shared;" for name in weight_names),
+            *(
+                f"up_{name} = (decltype({name})){name}_{'up' if grouping == 'gather' else 'shared'};"
+                for name in weight_names
+            ),
+            "}",
+        ]
+    lines += ["if (rows == 0) return;", "const size_t skipped = size_t(expert) * outputs;"]
     for name in weight_names:
         size = "x_shape[1] * Bits / 8" if name == "w" else "groups"
         lines.append(f"{name} += skipped * {size}; up_{name} += skipped * {size};")
-    sources = {"source": read, "target": written}
-    return [*lines, *(f"auto {name} = [&](int row) {{ return {place}; }};" for name, place in sources.items())]
+    pair, place = "order[begin + row]" if is_sorted else "begin", "is_chosen ? begin + row : pairs + begin + row"
+    if grouping == "gather":
+        sources = {"source": f"is_chosen ? {pair} / Share : begin + row", "target": place}
+    else:
+        sources = {"source": place, "target": f"is_chosen ? {pair} : pairs + begin + row"}
+    return [*lines, *(f"auto {name} = [&](int row) {{ return {of}; }};" for name, of in sources.items())]
 
 
 def header(dtype: mx.Dtype) -> str:

@@ -1,9 +1,9 @@
 """The mixture of experts of Qwen3.5 on CUDA, of few kernels.
 
 mlx_vlm 0.7.10 computes a layer's experts by some thirty operations, and on an H200 the 40 layers of Qwen3.5-35B-A3B
-take 16 ms for one token, most of it the host's launches. Here they take seven kernels: the norm with the products that
-choose experts and weigh the shared one, the choice, two of the chosen experts (experts_cuda), two of the shared one
-(few_rows_cuda), and the sum with the hidden states. What a kernel does not support is computed as in the library. It
+take 16 ms for one token, most of it the host's launches. Here they take five kernels: the norm with the products that
+choose experts and weigh the shared one, the choice, the two products of all of them (experts_cuda), and the sum with
+the hidden states. What a kernel does not support is computed as in the library. It
 can be removed when the library computes a layer by as few.
 """
 
@@ -75,7 +75,8 @@ _SUM = """
     for (int j = 0; j < Chosen; ++j)
         sum += scores[size_t(row) * Chosen + j] * static_cast<float>(y[(size_t(row) * Chosen + j) * size + column]);
     const size_t place = size_t(row) * size + column;
-    sum += static_cast<float>(shared[place]) / (1.0f + expf(-static_cast<float>(gates[row])));
+    const float shared = static_cast<float>(y[(size_t(to_shape[0]) * Chosen + row) * size + column]);
+    sum += shared / (1.0f + expf(-static_cast<float>(gates[row])));
     out[place] = static_cast<T>(sum + static_cast<float>(to[place]));
 """
 
@@ -100,11 +101,18 @@ def choice(logits: mx.array, num_chosen: int, is_normalized: bool) -> tuple[mx.a
     return indices, scores
 
 
-def total(to: mx.array, y: mx.array, scores: mx.array, shared: mx.array, gates: mx.array) -> mx.array:
-    """Return to [N, out] + y [N, k, out] weighed by scores [N, k] + shared [N, out] weighed by sigmoid(gates [N])."""
+def total(to: mx.array, y: mx.array, scores: mx.array, gates: mx.array) -> mx.array:
+    """Add the results of experts to something.
+
+    Args:
+        to: What they are added to [N, out].
+        y: Results [N * k + N, out], as `experts_cuda.with_shared` returns them.
+        scores: Their weights [N, k].
+        gates: Numbers [N] whose sigmoid weighs the shared ones.
+    """
     num_rows, size = to.shape
     (out,) = _sum()(
-        inputs=[to, y, scores, shared, gates],
+        inputs=[to, y, scores, gates],
         template=[("T", to.dtype), ("Chosen", scores.shape[1])],
         grid=(THREADS * -(-size // THREADS), num_rows, 1),
         threadgroup=(THREADS, 1, 1),
@@ -121,7 +129,7 @@ def _choice() -> CudaKernel:
 
 @cache
 def _sum() -> CudaKernel:
-    return CudaKernel("sum_of_experts", ["to", "y", "scores", "shared", "gates"], ["out"], short(_SUM))
+    return CudaKernel("sum_of_experts", ["to", "y", "scores", "gates"], ["out"], short(_SUM))
 
 
 def is_supported(self: Any, x: mx.array) -> bool:
@@ -134,15 +142,14 @@ def mixture(self: Any, x: mx.array, norm: Any) -> mx.array:
     """Return x + the `Qwen3_5MoeSparseMoeBlock.__call__` of norm(x)."""
     if not is_supported(self, x):
         return x + _library_experts(self, norm(x))
-    to, shape, size = x, x.shape, x.shape[-1]
-    shared, gates = self.shared_expert, (self.gate, self.shared_expert_gate)
+    shape, to, gates = x.shape, x.reshape(-1, x.shape[-1]), (self.gate, self.shared_expert_gate)
+    x = to
     if not few_rows_cuda.is_normed_by_kernel(norm, x) or few_rows_cuda.weights_of_one_kernel(x, gates) is None:
         x, norm = norm(x), None
     logits, gate = few_rows_cuda.products(gates, x, norm)
-    indices, scores = choice(logits.reshape(-1, self.num_experts), self.top_k, self.norm_topk_prob)
-    y = experts_cuda.experts(self.switch_mlp, x.reshape(-1, size), indices, norm)
-    alone = shared.down_proj(few_rows_cuda.gated(shared.gate_proj, shared.up_proj, x, norm))
-    return total(to.reshape(-1, size), y, scores, alone.reshape(-1, size), gate.reshape(-1)).reshape(shape)
+    indices, scores = choice(logits, self.top_k, self.norm_topk_prob)
+    y = experts_cuda.with_shared(self.switch_mlp, self.shared_expert, x, indices, norm)
+    return total(to, y, scores, gate.reshape(-1)).reshape(shape)
 
 
 def decoder_layer(
