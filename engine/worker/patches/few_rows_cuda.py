@@ -22,8 +22,6 @@ from engine.worker.patches.few_rows_kernel import NAMES, Form, kernel_of
 
 MAX_ROWS = 32
 """More rows are multiplied by the library, with quantized weights expanded before (quantized_cuda.py)."""
-MAX_ROWS_OF_SMALL, SMALL = 64, 2**20
-"""Most rows of weights with at most so many numbers: the library's several launches take longer than the product."""
 MANY_OUTPUTS = 65536
 """Weights of 16 bits with at least this many outputs are multiplied by the kernel for at most ROWS rows: reading them
 takes longer than launching cuBLAS."""
@@ -81,8 +79,7 @@ class Weight(NamedTuple):
 
 def is_supported(x: mx.array, weight: Weight) -> bool:
     """Return whether the kernel computes x [..., in] times the weight."""
-    size = x.shape[-1]
-    most = MAX_ROWS_OF_SMALL if weight.num_outputs * size <= SMALL else MAX_ROWS
+    size, most = x.shape[-1], MAX_ROWS
     if weight.num_outputs >= MANY_OUTPUTS and weight.bits == UNQUANTIZED:
         most = ROWS
     is_form = x.dtype in NAMES and weight.dtype == x.dtype and size % COLUMNS == 0
