@@ -41,7 +41,7 @@ RESOURCES = json.dumps({"mlx": 1})
 NODE_COMMENT = ": X-Orchard-Node: "
 
 QUESTION = [{"role": "user", "content": "What is 12 + 30?"}]
-LONG: dict[str, Any] = {"max_tokens": 800, "min_tokens": 800}
+LONG: dict[str, Any] = {"max_tokens": 400, "min_tokens": 400}
 
 OWN_KEY, FEW_ROWS_KEY, SELDOM_KEY = "key-of-the-operator", "key-with-few-rows", "key-of-two-a-minute"
 KEYS = {

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from engine.processing.checkpoint import DEMO_MODEL
 from tests.e2e.server import ServeRun, serve_run
 
@@ -17,6 +19,9 @@ def ended(server: ServeRun, timeout_s: float) -> str:
     return "\n".join(line for line in server.output.splitlines() if not line.startswith("\x1b"))
 
 
+@pytest.mark.night(
+    "tests/deployments/serve_run has both: test_cli.py runs the command, test_config_file.py names the keys"
+)
 def test_an_unknown_key_is_named_before_ray_starts():
     def misspell(config: dict[str, Any]) -> None:
         config["applications"][0]["args"]["engine"] = {"modle": "demo", "max_running": 0}

@@ -38,6 +38,7 @@ def test_environment_variables_of_orchard_are_all_in_effect(server: Server, stat
     assert server.output.count("Effective configuration:") == 1
 
 
+@pytest.mark.night("test_cli.py runs the command on a port in use, test_port.py two servers on a port")
 def test_a_second_server_on_the_port_is_refused_with_the_pid_of_the_first(server: Server, tmp_path: Path):
     port = server.base_url.rpartition(":")[2]
     config = tmp_path / "serve_config.yaml"

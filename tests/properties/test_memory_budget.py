@@ -139,13 +139,14 @@ def wide(tiny_model: Callable[..., Path]) -> MLXRunner:
     return load_runner(EngineConfig(model=str(path)), lambda progress: None)
 
 
+LONG = pytest.mark.night("the model with few weights has longer prompts in the gate")
 MIXED = pytest.mark.night("the model with few weights, whose accounts are tighter, has many rows in the gate")
 
 
 @pytest.mark.parametrize(
     "asked",
     [
-        pytest.param(lambda: requests(1, 2500, 40), id="one long prompt"),
+        pytest.param(lambda: requests(1, 2500, 40), id="one long prompt", marks=LONG),
         pytest.param(lambda: requests(10, 500, 120), id="many short ones", marks=MIXED),
         pytest.param(lambda: requests(3, 700, 40, n=3), id="choices"),
         pytest.param(lambda: requests(6, (50, 200, 1500), 60), id="rows of all lengths", marks=MIXED),

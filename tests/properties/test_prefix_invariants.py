@@ -97,7 +97,17 @@ def bench_of(
     return make
 
 
-@pytest.mark.parametrize("name", [*KINDS, "llama", "text", "demo"])
+LIKE_OTHERS = "the gate has a model with these layers and one with this head"
+
+
+@pytest.mark.parametrize(
+    "name",
+    some_at_night(
+        [*KINDS, "llama", "text", "demo"],
+        ["deep", "recurrent last", "foreign head", "no head", "compiled", "llama"],
+        LIKE_OTHERS,
+    ),
+)
 def test_a_hit_gives_the_same_answer_as_a_miss_under_random_traffic(bench_of, name):
     """In CI always the same schedules, and different ones for each model: MIN_FIXED, and more until they show all."""
     bench: Bench = bench_of(name)
@@ -178,8 +188,8 @@ def exactly(bench_of, monkeypatch) -> Iterator[Callable[[str], Bench]]:
 
 MODELS_OF_SHARING = some_at_night(
     ["deep", "alternating", "foreign head", "no head", "llama", "text", "demo"],
-    ["deep", "foreign head", "llama", "text"],
-    "the gate has a model of each kind of layers and head",
+    ["deep", "foreign head", "llama"],
+    LIKE_OTHERS,
 )
 
 
@@ -209,7 +219,9 @@ def test_diverging_rows_that_share_a_snapshot_get_the_same_tokens_as_without_cac
     assert all(np.array_equal(before[0][key], after[0][key]) for key in before[0]), "the snapshot has changed"
 
 
-@pytest.mark.parametrize("name", ["alternating", "foreign head", "llama", "text"])
+@pytest.mark.parametrize(
+    "name", some_at_night(["alternating", "foreign head", "llama", "text"], ["alternating", "llama"], LIKE_OTHERS)
+)
 def test_rows_that_share_a_snapshot_are_unaffected_by_aborts_preemptions_and_failures(bench_of, taken, name):
     runner: MLXRunner = bench_of(name).runner
     system = plain_tokens("system", 70)
@@ -241,7 +253,10 @@ def test_rows_that_share_a_snapshot_are_unaffected_by_aborts_preemptions_and_fai
     assert all(np.array_equal(before[key], after[key]) for key in before), "the snapshot has changed"
 
 
-@pytest.mark.parametrize(("name", "room"), [("deep", 12), ("alternating", 24), ("text", 24)])
+@pytest.mark.parametrize(
+    ("name", "room"),
+    some_at_night([("deep", 12), ("alternating", 24), ("text", 24)], [("deep", 12)], LIKE_OTHERS, are_sets=True),
+)
 def test_memory_after_random_traffic_equals_the_accounted_bytes_of_the_cache(exactly, name, room):
     """Evictions, aborts and failures in between; what is behind the snapshots must not be kept by them."""
     bench: Bench = exactly(name)
@@ -283,8 +298,11 @@ def _active_bytes(runner: MLXRunner) -> int:
     return runner.memory()["active_bytes"]
 
 
-@pytest.mark.parametrize("name", ["no head", "llama", "deep", "text"])
-@pytest.mark.parametrize("lengths", [(100, 50), (17, 17), (65, 200)])
+@pytest.mark.parametrize("name", some_at_night(["no head", "llama", "deep", "text"], ["llama", "deep"], LIKE_OTHERS))
+@pytest.mark.parametrize(
+    "lengths",
+    some_at_night([(100, 50), (17, 17), (65, 200)], [(17, 17), (65, 200)], "the gate has shorter and longer ones"),
+)
 def test_a_snapshot_takes_exactly_its_accounted_bytes(exactly, name, lengths):
     runner: MLXRunner = exactly(name).runner
     request = plain_request("r", *(plain_tokens(length, length) for length in lengths))
@@ -323,7 +341,7 @@ def test_a_new_system_part_of_eight_concurrent_requests_is_prefilled_once(bench_
         assert answer.token_ids == expected.token_ids
 
 
-@pytest.mark.parametrize("name", ["deep", "foreign head", "demo"])
+@pytest.mark.parametrize("name", some_at_night(["deep", "foreign head", "demo"], ["deep", "foreign head"], LIKE_OTHERS))
 @pytest.mark.parametrize("length", [1, 2, 16, 70])
 def test_the_hidden_states_of_the_head_are_the_same_after_a_hit_as_after_a_miss(bench_of, monkeypatch, name, length):
     """Not only as often: what it says while drafting is the same, so its own state is that of the whole prefix.

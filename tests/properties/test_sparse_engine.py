@@ -26,6 +26,7 @@ from tests.support.cold_runner import load_cold
 from tests.support.conversations import LENGTHS, Answer, cache_config, compare_logprobs, plain_tokens
 from tests.support.demo_model import DRAFT
 from tests.support.driver import Driver
+from tests.support.night import some_at_night
 from tests.support.sparse_prompts import KINDS, num_computed, with_plan, with_random_plan
 
 MEMORY_TOLERANCE = 2**20
@@ -86,7 +87,10 @@ def assert_empty(driver: Driver) -> None:
     assert core.prefixes.status().num_bytes == core.prefixes.status().num_entries == 0
 
 
-@pytest.mark.parametrize("name", ["foreign head", "no head"])
+@pytest.mark.parametrize(
+    "name",
+    some_at_night(["foreign head", "no head"], ["foreign head"], "its head has a state beside that of the layers"),
+)
 def test_the_longest_snapshot_that_is_no_longer_than_the_gap_serves_a_plan(load, name):
     """Whatever else is there, what it gives is what it gives without; and dense prompts still get dense tokens."""
     runner, spec = load(name), tokens_of("prompt")
@@ -110,7 +114,15 @@ def test_the_longest_snapshot_that_is_no_longer_than_the_gap_serves_a_plan(load,
         assert sorted(entry.num_tokens for entry in driver.core.prefixes.status().entries) == list(lengths)
 
 
-@pytest.mark.parametrize(("name", "chunk"), [("alternating", 16), ("no head", 2048)])
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    some_at_night(
+        [("alternating", 16), ("no head", 2048)],
+        [("alternating", 16)],
+        "the gate has the model with a head, in chunks that end at no boundary",
+        are_sets=True,
+    ),
+)
 @pytest.mark.parametrize("end", [49, 50, 90, 91, 148, 149])
 def test_boundaries_before_the_first_gap_are_cached_for_all_prompts_and_none_behind_it(load, name, chunk, end):
     runner, boundaries = load(name), (Boundary("system", 50), Boundary("turn", 90))
@@ -139,7 +151,14 @@ def test_boundaries_before_the_first_gap_are_cached_for_all_prompts_and_none_beh
     assert_empty(driver)
 
 
-@pytest.mark.parametrize("mtp", ["off", {"max_draft_tokens": 3}], ids=["plain", "drafts"])
+@pytest.mark.parametrize(
+    "mtp",
+    [
+        pytest.param("off", marks=pytest.mark.night("tests/properties/test_preempted_rows.py has rows without drafts")),
+        {"max_draft_tokens": 3},
+    ],
+    ids=["plain", "drafts"],
+)
 @pytest.mark.parametrize(("name", "enabled"), [("deep", False), ("foreign head", True)], ids=["no cache", "cache"])
 def test_a_preempted_sparse_row_continues_with_exactly_the_same_tokens(load, name, enabled, mtp):
     """The tokens computed again are the kept ones and the generated ones, which follow the whole prompt."""
@@ -184,7 +203,9 @@ def _preempted(driver: Driver, urgent: EngineRequest, rows: dict[str, EngineRequ
     return [(row, count) for row, count in counts.items() if len(driver.tokens[row]) == count]
 
 
-@pytest.mark.parametrize("num_steps", range(1, 5))
+@pytest.mark.parametrize(
+    "num_steps", some_at_night(range(1, 5), [2, 3], "the gate ends it in the chunks before and behind the gap")
+)
 @pytest.mark.parametrize("ends", ["fails", "is aborted"])
 def test_a_sparse_prompt_failed_or_aborted_midway_leaves_no_state_behind_its_gap(load, ends, num_steps):
     """num_steps: chunks in front of the end; the third ends behind the gap. What others have stored stays."""
@@ -263,7 +284,11 @@ def _active_bytes(runner: MLXRunner) -> int:
     return runner.memory()["active_bytes"]
 
 
-@pytest.mark.parametrize("mtp", ["off", {"max_draft_tokens": 2}], ids=["plain", "drafts"])
+@pytest.mark.parametrize(
+    "mtp",
+    [pytest.param("off", marks=pytest.mark.night("rows that draft decode in each step, too")), {"max_draft_tokens": 2}],
+    ids=["plain", "drafts"],
+)
 def test_rows_that_decode_get_a_token_in_every_step_of_a_long_sparse_prompt(load, monkeypatch, mtp):
     runner, chunks = load("demo"), []
     engine = {"mtp": mtp, "prefill_chunk_tokens_busy": 200, "prefill_chunk_tokens": 2048}
@@ -308,7 +333,8 @@ def test_a_plan_that_omits_part_of_an_image_fails_alone(load, picture):
 
 def ask_door(model: Any, test: Callable[[AsyncEngine], Awaitable[None]], **config: Any) -> None:
     async def main() -> None:
-        engine = AsyncEngine(EngineConfig.model_validate({"model": str(model), **config}))
+        given = EngineConfig.model_validate({"model": str(model), **config})
+        engine = AsyncEngine(given, lambda config, progress: load_cold(config))
         await engine.wait_ready()
         try:
             async with asyncio.timeout(60):

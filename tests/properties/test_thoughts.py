@@ -16,6 +16,8 @@ from engine.processing.answer_constraint import answer_constraint
 from engine.processing.answer_parser import AnswerDelta, AnswerRules
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, FinishReason, GrammarSpec, Progress, SamplingParams, ThoughtSpec
+from tests.support.cold_runner import load_cold
+from tests.support.conversations import DRAFTS
 
 WEATHER = {
     "type": "function",
@@ -92,7 +94,8 @@ def started(**config: Any) -> Iterator[Run]:
     """An engine of the demo model in an event loop of its own, which runs within each call."""
 
     async def start() -> AsyncEngine:
-        return AsyncEngine(EngineConfig(model="demo", **config))
+        given = EngineConfig.model_validate({"model": "demo", **config})
+        return AsyncEngine(given, lambda config, progress: load_cold(config))
 
     with asyncio.Runner() as loop:
         engine = loop.run(start())
@@ -124,7 +127,7 @@ async def together(engine: AsyncEngine, made: dict[str, EngineRequest]) -> Resul
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """On one engine with drafts. Requests of a tenant of their own find nothing in its prefix cache."""
-    with started() as run:
+    with started(mtp=DRAFTS) as run:
         yield run
 
 

@@ -4,6 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.night("it tests how tests are distributed, not the server")
+
 CONFTEST = """
 def pytest_xdist_make_scheduler(config, log):
     from tests.schedule.longest_first import LongestFirstScheduling

@@ -38,9 +38,9 @@ def text_runner() -> Iterable[MLXRunner]:
 
 
 def _loaded(config: EngineConfig) -> Iterable[MLXRunner]:
-    from engine.worker.model_runner import load_runner
+    from tests.support.cold_runner import load_cold
 
-    runner = load_runner(config, lambda progress: None)
+    runner = load_cold(config)
     yield runner
     runner.close()
 

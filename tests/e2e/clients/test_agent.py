@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.server
 
-NUM_TURNS = 20
 SLACK_TOKENS = 24
 """Computed again in a turn: the opening of the answer before, which history writes differently."""
 
@@ -108,15 +107,21 @@ def num_new_tokens(turns: list[Turn], drops_thoughts: bool) -> int:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [pytest.param("disabled", marks=pytest.mark.night("with thoughts there are turns of both kinds")), "adaptive"],
+    ("kind", "num_questions"),
+    [
+        pytest.param("disabled", 10, marks=pytest.mark.night("with thoughts there are turns of both kinds")),
+        pytest.param("adaptive", 10, marks=pytest.mark.night("the gate asks four of the questions")),
+        ("adaptive", 4),
+    ],
 )
-def test_each_turn_of_an_agent_computes_its_new_tokens_alone(claude: "anthropic.Anthropic", kind: str):
-    agent = Agent(claude, {"type": kind})
-    for number, city in zip(itertools.count(11), CITIES, strict=False):
+def test_each_turn_of_an_agent_computes_its_new_tokens_alone(
+    claude: "anthropic.Anthropic", kind: str, num_questions: int
+):
+    agent, cities = Agent(claude, {"type": kind}), CITIES[:num_questions]
+    for number, city in zip(itertools.count(11), cities, strict=False):
         assert f"with {number} degrees" in agent.ask(f"What is the weather in {city}?")
-    assert agent.asked == CITIES
-    assert [turn.stop_reason for turn in agent.turns] == ["tool_use", "end_turn"] * (NUM_TURNS // 2)
+    assert agent.asked == cities
+    assert [turn.stop_reason for turn in agent.turns] == ["tool_use", "end_turn"] * num_questions
     for number, turn in enumerate(agent.turns[1:], 2):
         num_new = num_new_tokens(agent.turns[:number], drops_thoughts=kind == "adaptive")
         assert turn.num_computed_tokens <= num_new + SLACK_TOKENS, agent.turns

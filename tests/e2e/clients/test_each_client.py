@@ -1,7 +1,8 @@
 """One conversation of each SDK with the model: a tool call, its result and the answer, streamed.
 
 tests/deployments/http/clients runs the SDKs in breadth over a scripted backend, all files beside this one with the
-model in the night. The SDKs are imported inside the tests, so that other processes of tests need not import them.
+model in the night. The gate has the SDK of each dialect here. The SDKs are imported inside the tests, so that other
+processes of tests need not import them.
 """
 
 from collections.abc import Iterator
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     import openai
 
 pytestmark = [pytest.mark.server, *litellm_completions.OWN_WARNINGS]
+
+like_others = pytest.mark.night("it sends requests of the four dialects; deployments/http/clients runs its features")
 
 CALLS = [(TOOL_NAME, {"city": "Paris"})]
 INSTRUCTIONS = "Use the tools when needed."
@@ -92,6 +95,7 @@ def test_ollama_thinks_calls_a_tool_and_answers(base_url: str):
         assert (answer.message.content, answer.done_reason) == (WEATHER, "stop")
 
 
+@like_others
 @pytest.mark.usefixtures("event_loop")
 def test_litellm_thinks_calls_a_tool_and_answers(base_url: str):
     conversation = [openai_chat.user(WEATHER_QUESTION)]
@@ -103,6 +107,7 @@ def test_litellm_thinks_calls_a_tool_and_answers(base_url: str):
     assert (choice.message.content, choice.finish_reason) == (WEATHER, "stop")
 
 
+@like_others
 def test_langchain_calls_a_tool_and_answers(base_url: str):
     from langchain_core.messages import BaseMessage, HumanMessage, SystemMessage
 
@@ -115,6 +120,7 @@ def test_langchain_calls_a_tool_and_answers(base_url: str):
     assert langchain_models.invoke(model, conversation, streamed=True).text == WEATHER
 
 
+@like_others
 def test_pydantic_ai_calls_a_tool_and_answers(base_url: str):
     from pydantic_ai import Agent
 
@@ -124,6 +130,7 @@ def test_pydantic_ai_calls_a_tool_and_answers(base_url: str):
     assert output == WEATHER and len(messages) == 4
 
 
+@like_others
 def test_openai_agents_thinks_calls_a_tool_and_answers(base_url: str):
     from agents import ModelSettings
     from openai.types.shared import Reasoning
@@ -136,6 +143,7 @@ def test_openai_agents_thinks_calls_a_tool_and_answers(base_url: str):
     assert result.final_output == WEATHER and len(result.raw_responses) == 2
 
 
+@like_others
 def test_instructor_streams_an_object_of_the_schema(client: "openai.OpenAI"):
     mode = "JSON_SCHEMA"
     patched = instructor_objects.from_openai(client, mode)

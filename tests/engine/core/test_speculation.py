@@ -25,6 +25,7 @@ from tests.engine.core.simulation import (
     pays_for_two_rows,
     verifies_row_by_row,
 )
+from tests.support.night import some_at_night
 
 STEP_S = 0.01
 
@@ -59,7 +60,7 @@ PROFILES: dict[str, tuple[Seconds, Acceptances]] = {
 NOISE, SPIKES = 0.2, 0.02
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 8, 16])
+@pytest.mark.parametrize("num_rows", some_at_night([1, 4, 8, 16], [1, 16], "the gate has the fewest and the most rows"))
 @pytest.mark.parametrize("profile", PROFILES)
 def test_a_fresh_server_is_fast_from_its_first_answer_on(profile, num_rows):
     """120 tokens of each row; a head that guesses nothing is found out on the way."""

@@ -110,7 +110,7 @@ def assert_same_state(one: PromptState, other: PromptState) -> None:
         np.testing.assert_allclose(mine, its, atol=STATE_TOLERANCE, rtol=STATE_TOLERANCE)
 
 
-@pytest.mark.parametrize("num_drafts", [0, 1, 3])
+@pytest.mark.parametrize("num_drafts", some_at_night([0, 1, 3], [0, 3], "the gate has none and the most"))
 @pytest.mark.parametrize(
     "model",
     some_at_night([*MODELS, "demo", "text"], [*MODELS, "text"], "the tiny models have the layers of the demo model"),

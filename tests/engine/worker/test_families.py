@@ -7,6 +7,7 @@ ORCHARD_FAMILIES=mamba2,lfm2 runs only these.
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ _chosen = os.environ.get("ORCHARD_FAMILIES", "")
 CHOSEN = tuple(_chosen.split(",")) if _chosen else tuple(FAMILIES)
 LAYOUTS = {FAMILIES[name].layout: name for name in reversed(CHOSEN)}
 """Layout -> the first family that has it."""
+CACHES = {FAMILIES[name].layout[0]: name for name in reversed(CHOSEN)}
+"""Caches of the layers -> the first family that has them."""
 
 every_family = pytest.mark.parametrize(
     "served",
@@ -52,6 +55,16 @@ every_family = pytest.mark.parametrize(
 one_family_of_each_layout = pytest.mark.parametrize(
     "served",
     some_at_night(CHOSEN, set(LAYOUTS.values()), "the gate runs one family of each layout"),
+    indirect=True,
+    scope="module",
+)
+one_family_of_each_cache = pytest.mark.parametrize(
+    "served",
+    some_at_night(
+        CHOSEN,
+        set(CACHES.values()),
+        "the gate runs one family of each sequence of caches; experts are in its batches and bursts",
+    ),
     indirect=True,
     scope="module",
 )
@@ -85,10 +98,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
     Quantized weights stay quantized, as on a GPU; test_expanded_weights.py expands them.
 
-    The gate warms up one family of each layout, the night all.
+    The gate warms up one family of each sequence of caches, the night all: experts and quantized weights have none.
     """
     path, turns = made(tmp_path_factory.mktemp("zoo") / "model", request.param)
-    is_warm = request.config.option.night or request.param in LAYOUTS.values()
+    is_warm = request.config.option.night or request.param in CACHES.values()
     return Served(load_runner(config_of(path), lambda progress: None) if is_warm else cold(path), turns)
 
 
@@ -107,8 +120,10 @@ def cold(path: Path) -> MLXRunner:
     return load_cold(config_of(path))
 
 
-@one_family_of_each_layout
-@pytest.mark.parametrize("chunk", [16, 23])
+@one_family_of_each_cache
+@pytest.mark.parametrize(
+    "chunk", some_at_night([16, 23], [23], "the gate has chunks that no window and no block divides")
+)
 def test_request_alone_gets_the_tokens_of_forwards_without_any_state(served, chunk):
     """chunk: most prompt tokens per step."""
     for turn in served.turns:
@@ -117,8 +132,8 @@ def test_request_alone_gets_the_tokens_of_forwards_without_any_state(served, chu
         served.check(driver, turn)
 
 
-@one_family_of_each_layout
-@pytest.mark.parametrize("chunk", [3, 9])
+@one_family_of_each_cache
+@pytest.mark.parametrize("chunk", some_at_night([3, 9], [3], "the gate has the shorter chunks"))
 def test_prompt_may_be_cut_into_chunks_shorter_than_a_window(served, chunk):
     row = Row(served.request("first"))
     output = served.runner.prefill([row], chunk)
@@ -164,7 +179,7 @@ def test_requests_that_arrive_together_share_forwards_and_get_the_same_tokens_as
     assert not driver.core.stats.num_failed_bursts
 
 
-@one_family_of_each_layout
+@one_family_of_each_cache
 def test_prompts_with_a_common_beginning_compute_it_once_and_the_rest_in_one_forward(served):
     """The first turn's prompt, and two that end otherwise after its first 30 tokens."""
     token_ids = served.request("first").token_ids
@@ -189,15 +204,15 @@ def test_prompts_with_a_common_beginning_compute_it_once_and_the_rest_in_one_for
 
 @one_family_of_each_layout
 def test_pieces_of_prompts_computed_in_one_forward_give_the_same_tokens_as_alone(served):
-    """Prompts of 77, 45 and 13 tokens, in pieces of 11, 1 and 8; windows are of 8 tokens."""
+    """Prompts of 77, 45 and 13 tokens, in pieces of 11, of 1 and 9 in turn, and of 8; windows are of 8 tokens."""
     runner, tokens = served.runner, {}
     if runner.no_bursts is not None:
         pytest.skip(runner.no_bursts)
     left = [Row(served.request(turn)) for turn in ("second", "first", "short")]
-    most = {row.id: size for row, size in zip(left, (11, 1, 8), strict=True)}
+    most = {row.id: cycle(sizes) for row, sizes in zip(left, ((11,), (1, 9), (8,)), strict=True)}
     computed = dict.fromkeys(most, 0)
     while left:
-        chunks = [PromptChunk(row, min(most[row.id], row.num_tokens - computed[row.id])) for row in left]
+        chunks = [PromptChunk(row, min(next(most[row.id]), row.num_tokens - computed[row.id])) for row in left]
         for chunk, output in zip(chunks, runner.prefill_burst(chunks), strict=True):
             computed[chunk.row.id] += output.num_tokens
             if output.first:
@@ -254,23 +269,24 @@ OF_EVERY_FAMILY = (
 """The tests with all families; support/family_calls.py traces them."""
 
 
-@one_family_of_each_layout
+@one_family_of_each_cache
 def test_drafts_by_prompt_lookup_change_no_token(served):
     """Rows draft in every second step, whether anything matches or not; a family that cannot do so says why."""
     runner, tokens = served.runner, {}
-    rows = [Row(served.request(turn)) for turn in served.turns]
-    for row in rows:
+    rows = {turn: Row(served.request(turn)) for turn in served.turns}
+    for row in rows.values():
         while not (first := runner.prefill([row], 64).first):
             pass
         tokens[row.id] = list(first[row.id].token_ids)
-    forced, num_drafted = Drafts(4, "prompt_lookup", is_forced=True), 0
-    for step in range(40):
+    forced, num_drafted, step = Drafts(4, "prompt_lookup", is_forced=True), 0, 0
+    while any(len(tokens[row.id]) < NUM_TOKENS[turn] for turn, row in rows.items()):
         for row_id, output in runner.decode(forced if step % 2 else PLAIN).items():
             tokens[row_id] += output.token_ids
             num_drafted += output.num_drafted
-    runner.drop([row.id for row in rows])
-    for row in rows:
-        answer = served.turns[row.spec.request_id].answer.tokens
+        step += 1
+    runner.drop([row.id for row in rows.values()])
+    for turn, row in rows.items():
+        answer = served.turns[turn].answer.tokens
         assert tokens[row.id][: len(answer)] == answer
     assert (num_drafted > 0) == ("prompt_lookup" not in runner.no_drafts)
 
@@ -298,7 +314,7 @@ def _continue(served: Served, whole: Driver, name: str, cuts: Iterable[int], tog
             served.check(driver, "short")
 
 
-@one_family_of_each_layout
+@one_family_of_each_cache
 def test_answer_cut_anywhere_goes_on_in_another_engine_with_the_same_tokens(served):
     """Beside other rows, behind a prompt that is computed again or comes from the prefix cache."""
     whole = Driver(served.runner, EngineConfig.model_validate(NO_CACHE))
@@ -323,7 +339,7 @@ def test_rows_of_a_family_leave_no_memory_behind(served):
     assert memory["decode_cache_bytes"] == memory["prefill_cache_bytes"] == 0
 
 
-@one_family_of_each_layout
+@one_family_of_each_cache
 def test_sparse_prompt_gets_the_tokens_of_a_forward_over_its_kept_tokens(served):
     """Only models whose rope takes three positions per token get them explicitly, and can leave tokens out."""
     lm = served.runner._model.module.language_model
@@ -345,8 +361,8 @@ def test_sparse_prompt_gets_the_tokens_of_a_forward_over_its_kept_tokens(served)
     served.check(driver, "second")
 
 
-@one_family_of_each_layout
-@pytest.mark.parametrize("chunk", [5, 64])
+@one_family_of_each_cache
+@pytest.mark.parametrize("chunk", some_at_night([5, 64], [5], "the gate has logits in several pieces"))
 def test_logprobs_of_a_prompt_are_those_of_forwards_without_any_state(served, chunk, monkeypatch):
     """With the answer as part of the prompt, alone and beside a row that decodes; then its next tokens are the same."""
     monkeypatch.setattr(prefill, "CHUNK_TOKENS", chunk)

@@ -16,6 +16,7 @@ from engine.placement import ConversationKeys, TakenOver
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.snapshot_store.exchange import Sharing
 from tests.engine.snapshot_store.peers import Damage, Relay
+from tests.support.cold_runner import load_cold
 from tests.support.driver import fix_prefill_costs
 from tests.support.families import FAMILIES
 from tests.support.night import some_at_night
@@ -49,7 +50,8 @@ async def engines(family: str, path: Path) -> AsyncIterator[list[AsyncEngine]]:
                 "prefix_cache": {"disk": {"path": str(path / name)}},
             }
             config = EngineConfig.model_validate(options)
-            both.append(AsyncEngine(config, sharing=Sharing("127.0.0.1", b"secret")))
+            sharing = Sharing("127.0.0.1", b"secret")
+            both.append(AsyncEngine(config, lambda config, progress: load_cold(config), sharing))
             stack.push_async_callback(both[-1].shutdown)
             await both[-1].wait_ready()
             await both[-1]._thread.call(lambda core: fix_prefill_costs(core, 0.0, 1.0))

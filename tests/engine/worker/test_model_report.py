@@ -18,7 +18,7 @@ from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import loader, memory
 from engine.worker.language_model import LanguageModel
 from engine.worker.model_report import RowBytes, check_before_start, check_each, report
-from engine.worker.model_runner import load_runner
+from tests.support.cold_runner import load_cold
 from tests.support.families import FAMILIES
 from tests.support.zoo import make
 
@@ -32,7 +32,7 @@ def lines(model: str, draft: str | None = None) -> dict[str, str]:
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5", "nemotron_h", "falcon_h1", "deepseek_v3"])
 def test_predicted_row_bytes_are_those_that_a_row_takes(family, tmp_path):
     path = make(tmp_path / "model", FAMILIES[family])
-    runner = load_runner(EngineConfig(model=str(path), device="cpu"), lambda progress: None)
+    runner = load_cold(EngineConfig(model=str(path), device="cpu"))
     spec = EngineRequest("row", np.ones(NUM_TOKENS, np.int32), SamplingParams(8), ())
     runner.prefill([Row(spec)], NUM_TOKENS)
     runner.decode()

@@ -198,7 +198,7 @@ def test_lazy_bookkeeping_is_computed_every_64_steps(runner, drive, requests, mo
 
 
 @pytest.mark.parametrize(("max_running", "sizes"), [(32, (1, 2, 8)), (7, (1, 2))])
-def test_warm_up_times_steps_of_several_batch_sizes_and_frees_their_memory(max_running, sizes, monkeypatch):
+def test_warm_up_times_steps_of_several_batch_sizes_and_frees_their_memory(tiny_model, max_running, sizes, monkeypatch):
     shares: list[float] = []
     used: list[str] = []
     for name, original in (("restore", MLXRunner.restore), ("snapshot_row", MLXRunner.snapshot_row)):
@@ -208,7 +208,8 @@ def test_warm_up_times_steps_of_several_batch_sizes_and_frees_their_memory(max_r
             return original(*args)
 
         monkeypatch.setattr(MLXRunner, name, noted)
-    runner = load_runner(EngineConfig(max_running=max_running), shares.append)
+    path = tiny_model(layers=2, interval=2, agree=0.3)
+    runner = load_runner(EngineConfig(model=str(path), max_running=max_running), shares.append)
     assert used == ["restore", "snapshot_row"], "as the first answers do"
     warming = shares[shares.index(1.0) + 1 :]
     assert warming[0] == 0 and warming[-1] == 1 and sorted(warming) == warming and len(set(warming)) > len(sizes) + 3

@@ -26,6 +26,7 @@ from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import drafter, mtp
 from engine.worker.model_runner import MLXRunner
+from tests.support.night import some_at_night
 from tests.support.tasks import QUESTIONS, RETRIEVAL, TASKS, Prompt, Task, prompts
 
 NUM_DRAFTS = 3
@@ -167,7 +168,12 @@ def check(name: str, task: str, answers: Answers) -> None:
 
 
 @pytest.mark.parametrize("task", SHORT)
-@pytest.mark.parametrize("arrive", [alone, chunked, into_a_running_batch])
+@pytest.mark.parametrize(
+    "arrive",
+    some_at_night(
+        [alone, chunked, into_a_running_batch], [into_a_running_batch], "rows that join others come in chunks"
+    ),
+)
 def test_draft_acceptance_does_not_depend_on_how_a_row_arrives(runner, begin, stories, arrive, task):
     answers = begin(*SHORT[task])
     arrive(runner, answers, stories)
@@ -176,7 +182,12 @@ def test_draft_acceptance_does_not_depend_on_how_a_row_arrives(runner, begin, st
 
 @pytest.mark.parametrize(
     ("task", "limit", "chunk"),
-    [*((task, drafter.MAX_PENDING, drafter.CATCH_UP_TOKENS) for task in LONG), ("json", 8, 3)],
+    some_at_night(
+        [*((task, drafter.MAX_PENDING, drafter.CATCH_UP_TOKENS) for task in LONG), ("json", 8, 3)],
+        [("retrieval", drafter.MAX_PENDING, drafter.CATCH_UP_TOKENS), ("json", 8, 3)],
+        "the gate has one task with much room for what waits, and one with little",
+        are_sets=True,
+    ),
 )
 def test_the_head_catches_up_after_steps_without_drafts(runner, begin, stories, monkeypatch, task, limit, chunk):
     """The last with little room for what waits: the head must catch up within the plain steps, a few tokens at a time,

@@ -60,7 +60,7 @@ HEADS: dict[str, tuple[str, Callable[[Path], Path]]] = {
 }
 """The model's family, and what writes a head for it."""
 GATE = (
-    *("qwen3_5", "qwen3_next", "glm4_moe", "glm_moe_dsa", "qwen4_exp", "deepseek_v4", "nemotron_h"),
+    *("qwen3_5", "glm4_moe", "glm_moe_dsa", "qwen4_exp", "deepseek_v4", "nemotron_h"),
     *("eagle3 llama", "eagle3 qwen3_5"),
 )
 """Positions given and not, keys and values of heads, latent ones with those of an indexer, an index with positions and

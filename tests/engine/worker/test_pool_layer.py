@@ -26,6 +26,7 @@ from engine.worker.prefill import PromptState
 from engine.worker.snapshot import StateSnapshot, export, import_arrays, restore, take
 from tests.support.cold_runner import load_cold
 from tests.support.families import FAMILIES
+from tests.support.night import some_at_night
 from tests.support.zoo import empty_cache, load, make, prompt
 
 TOLERANCE = 1e-3  # of logits of size 5; those of GLM-5-Next differ by 3e-4 where the delta rule is cut
@@ -33,7 +34,7 @@ LENGTHS = [250, 121, 3]
 """Tokens of the rows before those that a group decodes: each completes an entry of 128 tokens, or none."""
 NUM_DECODED = 24
 
-at_night = [pytest.param(size, marks=pytest.mark.night("the gate has three other sizes")) for size in (1, 3, 128)]
+OTHER_SIZES = "the gate has chunks that are shorter and longer than the entries"
 
 
 @pytest.fixture(scope="module", params=["deepseek_v4", "glm5_next"])
@@ -69,7 +70,7 @@ def rows_of(model: LanguageModel, token_ids: list[list[int]]) -> list[SequenceCa
     return rows
 
 
-@pytest.mark.parametrize("chunk", [*at_night, 7, 33, 200])
+@pytest.mark.parametrize("chunk", some_at_night([1, 3, 128, 7, 33, 200], [7, 200], OTHER_SIZES))
 @pytest.mark.parametrize("is_library", [True, False], ids=["library", "row"])
 def test_a_prompt_in_pieces_gets_the_logits_of_one_forward(lm, token_ids, expected, chunk, is_library):
     model, ids = LanguageModel(lm), token_ids[0]
@@ -93,7 +94,12 @@ def test_the_logits_do_not_depend_on_how_many_queries_are_computed_at_once(
     np.testing.assert_allclose(found, expected[0], atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(("num_new", "num_kept"), [(1, 1), (3, 3), (5, 2), (9, 1)])
+@pytest.mark.parametrize(
+    ("num_new", "num_kept"),
+    some_at_night(
+        [(1, 1), (3, 3), (5, 2), (9, 1)], [(3, 3), (9, 1)], "the gate accepts all drafts and one of nine", are_sets=True
+    ),
+)
 def test_rows_at_different_positions_get_the_logits_of_one_forward(lm, token_ids, expected, num_new, num_kept):
     """num_kept: tokens that are accepted of num_new; the others are wrong drafts, which nothing may remember."""
     model = LanguageModel(lm)

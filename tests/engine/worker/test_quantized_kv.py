@@ -28,6 +28,7 @@ from engine.worker.snapshot import import_arrays, is_finite
 from tests.support.driver import Driver
 from tests.support.families import FAMILIES
 from tests.support.families.family import Family, text
+from tests.support.night import some_at_night
 from tests.support.sparse_prompts import with_plan
 from tests.support.tiny import Tiny, build
 from tests.support.zoo import empty_cache, make
@@ -77,7 +78,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Mod
     return cache(lambda kind, bits: Model(paths[kind], bits))
 
 
-@pytest.fixture(params=[("plain", 8), ("plain", 4), ("hybrid", 8), ("hybrid", 4)], ids=lambda one: f"{one[0]} {one[1]}")
+MODELS = some_at_night(
+    [("plain", 8), ("plain", 4), ("hybrid", 8), ("hybrid", 4)],
+    [("plain", 4), ("hybrid", 8)],
+    "the gate has each model and each number of bits",
+)
+
+
+@pytest.fixture(params=MODELS, ids=lambda one: f"{one[0]} {one[1]}")
 def model(request: pytest.FixtureRequest, models: Callable[[str, int], Model]) -> Model:
     return models(*request.param)
 

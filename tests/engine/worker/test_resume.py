@@ -26,7 +26,7 @@ from tests.support.night import some_at_night
 from tests.support.schedules import Specimens
 from tests.support.sparse_prompts import with_random_plan
 
-NUM_BATCHES = 3 + int(os.environ.get("ORCHARD_SCHEDULES", "0"))
+NUM_BATCHES = 2 + int(os.environ.get("ORCHARD_SCHEDULES", "0"))
 MODELS: dict[str, dict[str, Any]] = {
     "deep": {"layers": 4, "interval": 4, "agree": 0.3},
     "alternating": {"layers": 4, "interval": 2, "agree": 0.1, "seed": 1},

@@ -20,6 +20,8 @@ from engine.worker.model_report import report
 from engine.worker.spec_prefill.draft import draft_engine_config
 from tests.support.families import FAMILIES
 from tests.support.families.family import Family
+from tests.support.family_calls import in_gate, recorded
+from tests.support.night import some_at_night
 from tests.support.zoo import empty_cache, make, prompt
 from tests.support.zoo import load as load_by_library
 
@@ -78,7 +80,14 @@ def test_a_model_without_the_option_is_the_librarys(tmp_path, family):
     assert loaded.max_context_tokens == ORIGINAL
 
 
-@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.quantization is None])
+@pytest.mark.parametrize(
+    "family",
+    some_at_night(
+        [name for name, family in FAMILIES.items() if family.quantization is None],
+        in_gate(tuple(FAMILIES), recorded()),
+        "the gate has a family for each function of engine/worker",
+    ),
+)
 def test_a_family_either_computes_with_a_scaling_or_is_refused(tmp_path, family):
     path = checkpoint(tmp_path, family)
     try:

@@ -205,7 +205,15 @@ STOPPED = [
 """Every two of model, drafts and sampling meet."""
 
 
-@pytest.mark.parametrize(("name", "drafts", "sampling"), STOPPED)
+@pytest.mark.parametrize(
+    ("name", "drafts", "sampling"),
+    some_at_night(
+        STOPPED,
+        [one for one in STOPPED if one[0] == "alternating" or one[1] == "3 drafts"],
+        "the gate has all drafts with one model, and the most drafts with each",
+        are_sets=True,
+    ),
+)
 def test_the_snapshot_of_a_stopped_row_is_exactly_behind_its_stop_token(runner_of, name, drafts, sampling):
     runner = runner_of(name)
     least = {"greedy": 7, "sampled": 1, "penalised": 4}[sampling]
@@ -220,7 +228,9 @@ def test_the_snapshot_of_a_stopped_row_is_exactly_behind_its_stop_token(runner_o
     check(runner, request, kept)
 
 
-@pytest.mark.parametrize("drafts", ["0 drafts", "mixed drafts"])
+@pytest.mark.parametrize(
+    "drafts", some_at_night(["0 drafts", "mixed drafts"], ["mixed drafts"], "mixed drafts have steps without any")
+)
 @pytest.mark.parametrize(
     "name",
     some_at_night(
@@ -238,7 +248,9 @@ def test_each_cacheable_model_gives_correct_snapshots_of_its_rows(runner_of, nam
     check(runner, request, batch.kept["row"])
 
 
-@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize(
+    "drafts", some_at_night(DRAFTS, ["0 drafts", "3 drafts", "mixed proposers"], "the gate has none, most and changing")
+)
 def test_the_snapshot_of_a_row_ended_by_length_is_exactly_behind_its_last_token(tiny, drafts):
     batch = Batch(tiny, DRAFTS[drafts])
     requests = [spec(f"row {max_tokens}", 20, max_tokens) for max_tokens in range(2, 9)]
@@ -277,12 +289,22 @@ def arrivals(runner_of) -> list[tuple[int, EngineRequest, list[int]]]:
     return [(step, request, answer(tiny, request)) for step, request in requests]
 
 
+ONE_GROUP, THREE_GROUPS = (0, 0, 0, 0, 0), (0, 1, 0, 1, 2)
+
+
 @pytest.mark.parametrize(
     ("rectangles", "drafts"),
-    [
-        *(((0, 0, 0, 0, 0), drafts) for drafts in ("0 drafts", "mixed drafts")),
-        *(((0, 1, 0, 1, 2), drafts) for drafts in ("2 drafts", "mixed drafts")),
-    ],
+    some_at_night(
+        [
+            (ONE_GROUP, "0 drafts"),
+            (ONE_GROUP, "mixed drafts"),
+            (THREE_GROUPS, "2 drafts"),
+            (THREE_GROUPS, "mixed drafts"),
+        ],
+        [(ONE_GROUP, "mixed drafts"), (THREE_GROUPS, "mixed drafts")],
+        "mixed drafts have steps of each number",
+        are_sets=True,
+    ),
 )
 def test_snapshots_of_rows_in_a_batch_are_those_of_rows_alone_and_change_no_tokens(tiny, arrivals, rectangles, drafts):
     """They come and end at different times, some in one step; each row's tokens are those of a run that keeps none."""
@@ -318,11 +340,14 @@ def test_the_snapshot_of_a_row_with_images_serves_the_next_turn(runner, make_req
         check(runner, request, batch.kept["look"])
 
 
-def test_a_conversation_of_many_turns_computes_no_token_twice(tiny):
+@pytest.mark.parametrize(
+    "num_turns", some_at_night([3, 5], [3], "a third turn goes on from a second one as a fifth does")
+)
+def test_a_conversation_of_many_turns_computes_no_token_twice(tiny, num_turns):
     """Each turn goes on from what the one before has left, and leaves what it has added."""
     request, snapshot = stopping(tiny, spec("turn 0", 30, max_tokens=60), 5), None
     total = 0
-    for number in range(5):
+    for number in range(num_turns):
         batch = Batch(tiny, DRAFTS["mixed drafts"])
         row = batch.join(request, snapshot)
         batch.decode_all()
@@ -354,7 +379,10 @@ def test_a_snapshot_serves_any_number_of_rows_and_is_never_changed(tiny):
 
 
 @pytest.mark.parametrize("start", [1, 10, 30])
-@pytest.mark.parametrize("name", ["alternating", "no head", "text"])
+@pytest.mark.parametrize(
+    "name",
+    some_at_night(["alternating", "no head", "text"], ["alternating"], "the gate has one with each kind of layer"),
+)
 def test_a_snapshot_continues_the_segment_of_one_of_its_first_tokens(runner_of, name, start):
     runner = runner_of(name)
     request = spec("row", 40, max_tokens=8)
@@ -433,22 +461,27 @@ def test_the_head_is_caught_up_after_any_number_of_plain_steps(tiny, monkeypatch
         check(tiny, request, batch.kept["row"])
 
 
-def test_a_stop_token_changes_neither_the_tokens_nor_the_draft_counts_in_front_of_it(tiny):
+@pytest.mark.parametrize(
+    "drafts",
+    some_at_night(
+        ["1 drafts", "3 drafts", "mixed drafts"], ["3 drafts", "mixed drafts"], "mixed drafts have steps with one"
+    ),
+)
+def test_a_stop_token_changes_neither_the_tokens_nor_the_draft_counts_in_front_of_it(tiny, drafts):
     """Nor what is told of its drafts: only what stands behind its last token is gone."""
     plain = spec("row", 24, max_tokens=200)
-    said = answer(tiny, plain)
-    for drafts in ("1 drafts", "3 drafts", "mixed drafts"):
-        for end in (2, 3, 4, 5, 10, 11):
-            if said[end] in said[:end]:
-                continue
-            stops, short = replace(plain, stop_token_ids=(said[end],)), spec("row", 24, max_tokens=end + 1)
-            outputs = [steps(tiny, one, DRAFTS[drafts], end + 1) for one in (plain, stops, short)]
-            for ended in outputs[1:]:
-                assert [o.num_drafted for o in ended] == [o.num_drafted for o in outputs[0]]
-                assert [o.num_accepted for o in ended] == [o.num_accepted for o in outputs[0]]
-                assert [o.token_ids for o in ended[:-1]] == [o.token_ids for o in outputs[0][:-1]]
-                last, whole = ended[-1].token_ids, outputs[0][-1].token_ids
-                assert last == whole[: len(last)] and last[-1] == said[end], "the last token is the newest"
+    said = answer(tiny, replace(plain, sampling=replace(plain.sampling, max_tokens=12)))
+    for end in (2, 3, 4, 5, 10, 11):
+        if said[end] in said[:end]:
+            continue
+        stops, short = replace(plain, stop_token_ids=(said[end],)), spec("row", 24, max_tokens=end + 1)
+        outputs = [steps(tiny, one, DRAFTS[drafts], end + 1) for one in (plain, stops, short)]
+        for ended in outputs[1:]:
+            assert [o.num_drafted for o in ended] == [o.num_drafted for o in outputs[0]]
+            assert [o.num_accepted for o in ended] == [o.num_accepted for o in outputs[0]]
+            assert [o.token_ids for o in ended[:-1]] == [o.token_ids for o in outputs[0][:-1]]
+            last, whole = ended[-1].token_ids, outputs[0][-1].token_ids
+            assert last == whole[: len(last)] and last[-1] == said[end], "the last token is the newest"
 
 
 def steps(runner: MLXRunner, request: EngineRequest, drafts: Callable[[int], Drafts], count: int) -> list[Any]:
@@ -513,10 +546,15 @@ class Keeping:
 
 @pytest.mark.parametrize(
     ("name", "seed"),
-    [
-        *(("deep", seed) for seed in range(6 + NUM_MORE_SCHEDULES)),
-        *(("compiled", 6 + seed) for seed in range(3 + NUM_MORE_SCHEDULES)),
-    ],
+    some_at_night(
+        [
+            *(("deep", seed) for seed in range(6 + NUM_MORE_SCHEDULES)),
+            *(("compiled", 6 + seed) for seed in range(3 + NUM_MORE_SCHEDULES)),
+        ],
+        [("deep", 0), ("deep", 1), ("deep", 2), ("compiled", 6)],
+        "more of the same random schedules",
+        are_sets=True,
+    ),
 )
 def test_row_snapshots_under_random_schedules_have_the_state_of_their_tokens(runner_of, tiny_model, name, seed):
     """Rows with grammars, pictures, choices, penalties; aborted, preempted, and ended: their tokens are those of a run

@@ -9,9 +9,9 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.worker import blas, split_products
-from engine.worker.model_runner import load_runner
 from engine.worker.split_products import MAX_ROWS, MAX_TOKENS, MIN_SIZE, MIN_TILED_SIZE, SplitEmbedding, SplitLinear
 from tests.engine.worker.test_burst import alone, decode, rows_of, start_together
+from tests.support.cold_runner import load_cold
 
 SHAPES = [(1024, 576), (1000, 333), (577, 1536), (2, 8), (3, 5)]
 
@@ -79,7 +79,7 @@ def test_small_low_precision_and_quantized_weights_are_left_alone():
 @pytest.mark.parametrize("compile", ["off", "on"])
 def test_a_model_with_split_weights_gives_the_same_tokens_alone_in_a_batch_and_with_drafts(tiny_model, compile):
     path = tiny_model(layers=2, interval=2, agree=0.3)
-    runner = load_runner(EngineConfig(model=str(path), compile=compile), lambda progress: None)
+    runner = load_cold(EngineConfig(model=str(path), compile=compile))
     rows = rows_of()
     expected = alone(runner, rows)
     runner.reset()

@@ -15,9 +15,9 @@ from engine.processing.images import ImagePreprocessor
 from engine.processing.message import text_part
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, ImagePatches, SamplingParams
-from engine.worker.model_runner import load_runner
 from engine.worker.vision import VisionEncoder
 from engine.worker.vision_towers import make_tower
+from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver
 from tests.support.sighted_family import SightedFamily
 from tests.support.view_families import DEEPSEEK_OCR, DEEPSEEK_OCR_2, small_towers, view_features
@@ -27,16 +27,10 @@ WIDE, TALL, SMALL = image(1300, 650, seed=1), image(500, 1900, seed=2), image(64
 NUM_TOKENS = 4
 
 
-LARGE = pytest.mark.night("a square of 1024 pixels takes seconds; the gate has deepseekocr in float32")
+FAMILIES = {"deepseekocr": DEEPSEEK_OCR, "deepseekocr_2": DEEPSEEK_OCR_2}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(DEEPSEEK_OCR, id="deepseekocr"),
-        pytest.param(DEEPSEEK_OCR_2, id="deepseekocr_2", marks=LARGE),
-    ],
-)
+@pytest.fixture(scope="module", params=FAMILIES.values(), ids=list(FAMILIES))
 def family(request: pytest.FixtureRequest) -> SightedFamily:
     return request.param
 
@@ -78,7 +72,7 @@ def test_features_of_tiles_are_bit_for_bit_those_of_the_library(family, model_di
         assert mx.array_equal(encoding.features, expected).item()
 
 
-@LARGE
+@pytest.mark.night("the gate compares them in float32")
 def test_features_in_bfloat16_are_those_of_the_library_too(family, model_dir, images):
     """As with published checkpoints, for which the library's processor rounds the pixels."""
     with small_towers():
@@ -104,7 +98,7 @@ def test_prompt_with_tiles_gets_the_tokens_of_the_library(family, model_dir, mod
     request = EngineRequest("one", prompt.token_ids, sampling, (), shown, boundaries=prompt.boundaries)
     expected = reference(module, prompt.token_ids.tolist(), family.pixels(pictures), NUM_TOKENS, family)
     with small_towers():
-        runner = load_runner(EngineConfig(model=str(model_dir)), lambda progress: None)
+        runner = load_cold(EngineConfig(model=str(model_dir)))
     driver = Driver(runner, EngineConfig.model_validate({"prefill_chunk_tokens": 200}))
     driver.run({0: [request]})
     assert driver.errors["one"] is None and driver.tokens["one"] == expected.tokens

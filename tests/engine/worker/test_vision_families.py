@@ -22,7 +22,9 @@ from engine.processing.tokenizer import ChatTokenizer
 from engine.processing.video_grid import CutVideo, VideoGrid
 from engine.protocol import EngineRequest, ImagePatches, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
+from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver, fix_prefill_costs
+from tests.support.night import some_at_night
 from tests.support.sighted_family import IDS
 from tests.support.vision_families import SIGHTED, video_pixels
 from tests.support.vision_zoo import bytes_between_pieces, image, make, reference
@@ -45,6 +47,25 @@ CONTENTS: dict[str, list[str | Image.Image]] = {
 
 _chosen = os.environ.get("ORCHARD_FAMILIES", "")
 CHOSEN = tuple(name for name in SIGHTED if not _chosen or name in _chosen.split(","))
+
+LIKE_OTHERS = {"smolvlm", "glm4v_moe", "qwen3_vl_moe", "deepseekocr", "deepseekocr_2"}
+"""Families whose tower, image grid and rope positions are those of idefics3, glm4v and qwen3_vl; and those whose
+smallest image has 1024 x 1024 pixels, which take seconds: test_view_towers.py has their features and tokens."""
+WARM = {
+    *("gemma3", "pixtral", "llava_next", "molmo2", "lfm2_vl", "idefics3", "internvl", "glm4v", "dots_ocr"),
+    *("paddleocr_vl", "qwen2_5_vl", "qwen3_vl"),
+}
+"""Families whose memory the gate measures: those with grids of each kind, and with windows."""
+
+every_family = some_at_night(
+    CHOSEN, set(CHOSEN) - LIKE_OTHERS, "the gate has a family with the same tower, or test_view_towers.py has the tower"
+)
+measured = pytest.mark.parametrize(
+    "sighted",
+    some_at_night(CHOSEN, WARM, "the gate measures the memory of a tower with grids of each kind"),
+    indirect=True,
+    scope="module",
+)
 
 
 @dataclass(frozen=True)
@@ -93,10 +114,14 @@ def request_of(request_id: str, messages: Any, images: tuple[ImagePatches, ...],
     return EngineRequest(request_id, prompt.token_ids, sampling, (), images, boundaries=prompt.boundaries)
 
 
-@pytest.fixture(scope="module", params=CHOSEN)
+@pytest.fixture(scope="module", params=every_family)
 def sighted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sighted:
-    """Runners are never closed: that would take the main thread's streams from the tests that follow."""
+    """Runners are never closed: that would take the main thread's streams from the tests that follow.
+
+    The gate warms up the families of WARM, the night all.
+    """
     family = SIGHTED[request.param]
+    is_warm = request.config.option.night or request.param in WARM
     path = make(tmp_path_factory.mktemp("zoo") / "model", family)
     with family.built():
         preprocessor, tokenizer, module = ImagePreprocessor(path), ChatTokenizer(path), load_model(path)
@@ -115,11 +140,12 @@ def sighted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     ids = requests["next"].token_ids.tolist()
     answers["next"] = reference(module, ids, family.pixels([WIDE]), NUM_TOKENS, family)
     with family.built():
-        runner = load_runner(EngineConfig(model=str(path)), lambda progress: None)
+        config = EngineConfig(model=str(path))
+        runner = load_runner(config, lambda progress: None) if is_warm else load_cold(config)
     return Sighted(runner, requests, answers, module, tokenizer, preprocessor.video_grid)
 
 
-@pytest.mark.parametrize("chunk", [23, 2048])
+@pytest.mark.parametrize("chunk", some_at_night([23, 2048], [23], "the gate has prompts in several chunks"))
 def test_request_alone_gets_the_tokens_of_the_library_in_chunks_of_any_size(sighted, chunk):
     """chunk: most prompt tokens per step."""
     for name in ("one", "two", "text"):
@@ -201,6 +227,7 @@ def test_features_of_pieces_are_bit_for_bit_those_of_one_piece(sighted):
         assert np.array_equal(np.array(encoding.features), np.array(vision.encode(one)))
 
 
+@measured
 def test_memory_of_an_image_is_reserved(sighted):
     """The peak itself is not compared: on a CPU it depends on how far the device is behind."""
     vision, costs = sighted.runner._vision, sighted.runner.costs
@@ -213,6 +240,7 @@ def test_memory_of_an_image_is_reserved(sighted):
         assert 2 * features.nbytes <= costs.image_token_bytes * one.num_tokens
 
 
+@measured
 def test_memory_between_the_pieces_of_an_image_is_reserved(sighted):
     vision, costs = sighted.runner._vision, sighted.runner.costs
     for one in sighted.requests["two"].images:
