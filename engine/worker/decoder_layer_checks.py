@@ -41,7 +41,7 @@ LAYERS = TextConfig(
     },
 )
 """Two layers in Qwen3.5's form, a recurrent one and one of attention."""
-EXPERTS = {
+EXPERTS: dict[str, Any] = {
     "num_experts": 16,
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 64,

@@ -103,12 +103,11 @@ def with_shared(module: Any, shared: Any, x: mx.array, indices: mx.array, norm: 
         x = x if norm is None else norm(x)
         y = shared.down_proj(few_rows_cuda.gated(shared.gate_proj, shared.up_proj, x))
         return mx.concatenate([with_shared(module, None, x, indices), y])
-    eps = None
-    if norm is not None and not few_rows_cuda.is_normed_by_kernel(norm, x):
-        x = norm(x)
+    eps, of_norm = None, []
+    if norm is not None and few_rows_cuda.is_normed_by_kernel(norm, x):
+        eps, of_norm = norm.eps, [norm.weight]
     elif norm is not None:
-        eps = norm.eps
-    of_norm = [] if eps is None else [norm.weight]
+        x = norm(x)
     pairs = _Pairs.of(indices, module.gate_proj.num_experts, shared is not None)
     gates, downs = [module.gate_proj, module.up_proj], [module.down_proj]
     if shared is not None:

@@ -6,6 +6,7 @@ The self-test checks their results on a GPU.
 import os
 import shutil
 from functools import partial
+from typing import Any
 
 import engine.worker  # noqa: F401  # before MLX
 
@@ -78,7 +79,7 @@ def test_of_equal_logits_the_first_experts_are_chosen_and_unknown_numbers_choose
     np.testing.assert_allclose(scores[0], expected[0 if is_normalized else 1], rtol=1e-5)
 
 
-FOUR_BITS = {"group_size": 32, "bits": 4}
+FOUR_BITS: dict[str, Any] = {"group_size": 32, "bits": 4}
 
 
 def _module(layers, inner=96, quantization=FOUR_BITS, **options):
