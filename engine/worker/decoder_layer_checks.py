@@ -55,7 +55,7 @@ def decoder_layers() -> KernelFigure:
     On CUDA the steps and the verification have kernels of Orchard.
     """
     errors = []
-    for layer in _layers(mx.float32):
+    for layer in layers_of(mx.float32):
         x = mx.random.normal((3, 5, 128), key=mx.random.key(2))
         whole: Any = ArraysCache(2) if layer.is_linear else KVCache()
         expected = _forward(layer, x, whole, 0, None if layer.is_linear else "causal")
@@ -70,10 +70,10 @@ def same_bits() -> KernelFigure | str:
     if loader.device_kind() != "cuda":
         return "Orchard's kernels of whole layers are for CUDA alone"
     different = 0
-    quantized = _layers(mx.bfloat16)
+    quantized = layers_of(mx.bfloat16)
     for layer in quantized:
         nn.quantize(layer, group_size=64, bits=4)
-    for layer in (*_layers(mx.bfloat16), *quantized):
+    for layer in (*layers_of(mx.bfloat16), *quantized):
         x = mx.random.normal((3, 5, 128), key=mx.random.key(2)).astype(mx.bfloat16)
         steps = _in_steps(layer, x)[0]
         alone = mx.concatenate([_in_steps(layer, x[i : i + 1])[0] for i in range(3)])
@@ -81,8 +81,8 @@ def same_bits() -> KernelFigure | str:
     return KernelFigure(different, 0, "numbers that differ: rows alone and together, tokens verified and one by one")
 
 
-def _layers(dtype: mx.Dtype) -> list[Any]:
-    """Return the layers with an MLP each, and with experts."""
+def layers_of(dtype: mx.Dtype) -> list[Any]:
+    """Return the layers: a recurrent one and one of attention with an MLP, and two such layers with experts."""
     fields = {field.name for field in dataclasses.fields(moe_config.TextConfig)}
     shared = {name: value for name, value in vars(LAYERS).items() if name in fields}
     with_experts = moe_config.TextConfig(**shared, **EXPERTS)

@@ -3,10 +3,13 @@
 It knows what the kernels of few_rows_cuda, quantized_cuda and experts_cuda call (cuda_on_cpu.h), in bfloat16.
 """
 
+import shutil
 import subprocess
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +19,7 @@ TYPES = {mx.bfloat16: "bf16", mx.uint32: "uint32_t", mx.int32: "int32_t", mx.flo
 NUMPY_TYPES = {mx.bfloat16: np.uint16, mx.uint32: np.uint32, mx.int32: np.int32, mx.float32: np.float32}
 """Of the arrays' files."""
 HEADER = Path(__file__).with_suffix(".h")
+COMPILER = ("g++", "-std=c++20", "-O1", "-w", "-pthread")
 
 
 class Kernel:
@@ -75,9 +79,19 @@ class Kernel:
         written = [f'write("{self._folder / name}", {name}_all);' for name in self._arguments["output_names"]]
         # The header's own function for tensor cores is assembly; cuda_on_cpu.h has another one.
         header = self._arguments["header"].partition("// Multiply eight")[2]
-        lines = [f'#include "{HEADER}"', "//" + header, *arrays, "void kernel() {", *body]
+        lines = [f'#include "{HEADER.name}"', "//" + header, *arrays, "void kernel() {", *body]
         lines += [self._arguments["source"], "}", f"int main() {{ launch({launched});", *written, "}"]
         source, program = self._folder / "kernel.cpp", self._folder / "kernel"
         source.write_text("\n".join(lines))
-        subprocess.run(["g++", "-std=c++20", "-O1", "-w", "-pthread", source, "-o", program], check=True, timeout=120)
+        included = compiled_header().name
+        subprocess.run([*COMPILER, f"-I{included}", source, "-o", program], check=True, timeout=120)
         subprocess.run([program], check=True, timeout=120)
+
+
+@cache
+def compiled_header() -> "TemporaryDirectory[str]":
+    """Compile the header once per process: most of a kernel's compilation is reading the standard library's."""
+    folder = TemporaryDirectory(prefix="cuda_on_cpu")
+    copy = shutil.copy(HEADER, folder.name)
+    subprocess.run([*COMPILER, "-x", "c++-header", copy, "-o", f"{copy}.gch"], check=True, timeout=120)
+    return folder

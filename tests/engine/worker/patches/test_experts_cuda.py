@@ -3,9 +3,6 @@
 The self-test checks their results on a GPU.
 """
 
-import os
-import shutil
-from functools import partial
 from typing import Any
 
 import engine.worker  # noqa: F401  # before MLX
@@ -17,29 +14,9 @@ import pytest
 from mlx_lm.models import switch_layers as text_layers
 from mlx_vlm.models import switch_layers
 
-from engine.worker.cuda_kernel import CudaKernel
 from engine.worker.kernel_checks import experts_error
-from engine.worker.patches import experts_cuda, few_rows_kernel, qwen35_moe_cuda
-from tests.support import cuda_on_cpu
+from engine.worker.patches import experts_cuda, qwen35_moe_cuda
 from tests.support.night import some_at_night
-
-CACHES = few_rows_kernel.kernel_of, experts_cuda._grouping, qwen35_moe_cuda._choice, qwen35_moe_cuda._sum
-
-
-@pytest.fixture
-def on_cpu(monkeypatch, tmp_path):
-    """The kernels on a CPU."""
-    if shutil.which("g++") is None:
-        assert not os.environ.get("CI"), "the kernels' sources are compiled by g++, which is not here"
-        pytest.skip("the kernels' sources are compiled by g++, which is not here")
-    monkeypatch.setattr(mx.fast, "cuda_kernel", partial(cuda_on_cpu.Kernel, tmp_path))
-    monkeypatch.setattr(CudaKernel, "_cache", lambda *arguments: None)  # NVRTC is not here
-    for cache in CACHES:
-        cache.cache_clear()
-    yield
-    for cache in CACHES:
-        cache.cache_clear()
-
 
 CASES = [
     (1, 8, {"group_size": 32, "bits": 4}),
@@ -55,12 +32,12 @@ CASES = [
 @pytest.mark.parametrize(
     "case", some_at_night(CASES, CASES[:2], "the gate runs the kernels of single pairs and of pairs in groups")
 )
-def test_the_kernels_sources_choose_experts_and_compute_and_weigh_their_results(on_cpu, case):
+def test_the_kernels_sources_choose_experts_and_compute_and_weigh_their_results(cuda_on_cpu, case):
     num_tokens, num_experts, quantization = case
     assert experts_error(num_tokens, num_experts, (64, 96), quantization) < 2e-2
 
 
-def test_pairs_are_grouped_by_their_experts(on_cpu):
+def test_pairs_are_grouped_by_their_experts(cuda_on_cpu):
     chosen = mx.array([3, 0, 3, 3, 1, 3, 3, 0], mx.int32)
     order, tiles = (np.array(found) for found in experts_cuda._grouped(chosen, 5, 4, 7))
     assert sorted(order[:2]) == [1, 7] and order[2] == 4 and sorted(order[3:]) == [0, 2, 3, 5, 6]
@@ -69,7 +46,7 @@ def test_pairs_are_grouped_by_their_experts(on_cpu):
 
 
 @pytest.mark.parametrize("is_normalized", [True, False])
-def test_of_equal_logits_the_first_experts_are_chosen_and_unknown_numbers_choose_some_expert(on_cpu, is_normalized):
+def test_of_equal_logits_the_first_experts_are_chosen_and_of_unknown_ones_any(cuda_on_cpu, is_normalized):
     logits = mx.array([[1.0, 3.0, 3.0, 2.0, 3.0], [0.0] * 5, [float("nan")] * 5])
     indices, scores = (np.array(found) for found in qwen35_moe_cuda.choice(logits, 2, is_normalized))
     assert indices[:2].tolist() == [[1, 2], [0, 1]]
@@ -117,7 +94,7 @@ def test_unsupported_experts_get_what_the_library_computes():
     assert mx.array_equal(experts_cuda.text_switch_glu(text, x, chosen), text(x, chosen))
 
 
-def test_weights_and_a_shared_result_are_combined_as_in_the_library(on_cpu):
+def test_weights_and_a_shared_result_are_combined_as_in_the_library(cuda_on_cpu):
     module, exact = _module(switch_layers), switch_layers.SwitchGLU(64, 96, 4)
     nn.quantize(exact, **FOUR_BITS)
     exact.update(module.parameters())

@@ -4,9 +4,6 @@ The self-test checks its results on a GPU.
 """
 
 import itertools
-import os
-import shutil
-from functools import partial
 
 import engine.worker  # noqa: F401  # before MLX
 
@@ -14,11 +11,9 @@ import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 import pytest
 
-from engine.worker.cuda_kernel import CudaKernel
 from engine.worker.kernel_checks import few_rows_error
-from engine.worker.patches import few_rows_cuda, few_rows_kernel, quantized_cuda
+from engine.worker.patches import few_rows_cuda, quantized_cuda
 from engine.worker.patches.few_rows_cuda import Weight
-from tests.support import cuda_on_cpu
 from tests.support.night import some_at_night
 
 
@@ -69,21 +64,10 @@ def test_what_several_layers_compute_without_the_kernel_is_what_they_compute_alo
 
 
 @pytest.fixture
-def on_cpu(monkeypatch, tmp_path):
+def on_cpu(cuda_on_cpu, monkeypatch):
     """The kernels of few_rows_cuda and quantized_cuda on a CPU, as they are installed on CUDA."""
-    if shutil.which("g++") is None:
-        assert not os.environ.get("CI"), "the kernels' sources are compiled by g++, which is not here"
-        pytest.skip("the kernels' sources are compiled by g++, which is not here")
-    monkeypatch.setattr(mx.fast, "cuda_kernel", partial(cuda_on_cpu.Kernel, tmp_path))
-    monkeypatch.setattr(CudaKernel, "_cache", lambda *arguments: None)  # NVRTC is not here
     monkeypatch.setattr(nn.Linear, "__call__", few_rows_cuda.linear)
     monkeypatch.setattr(nn.QuantizedLinear, "__call__", quantized_cuda.linear)
-    caches = few_rows_kernel.kernel_of, quantized_cuda._expansion
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
 
 
 CASES = [
