@@ -19,22 +19,21 @@ from engine.worker.patches import experts_cuda, qwen35_moe_cuda
 from tests.support.night import some_at_night
 
 CASES = [
-    (1, 8, {"group_size": 32, "bits": 4}),
-    (20, 5, {"group_size": 32, "bits": 4}),
-    (7, 40, {}),
-    (40, 6, {"group_size": 32, "bits": 8}),
-    (60, 5, {"group_size": 32, "bits": 4}),
-    (2, 40, {"group_size": 32, "bits": 8}),
+    (1, 8, (32, 32), {"group_size": 32, "bits": 4}),
+    (18, 4, (32, 32), {"group_size": 32, "bits": 4}),
+    (20, 5, (64, 96), {"group_size": 32, "bits": 4}),
+    (7, 40, (64, 96), {}),
+    (40, 6, (64, 96), {"group_size": 32, "bits": 8}),
+    (2, 40, (64, 96), {"group_size": 32, "bits": 8}),
 ]
-"""Tokens, experts and quantization: blocks of one pair, of 16 and of 32."""
+"""Tokens, experts, sizes and quantization: blocks of one pair and of up to 16, of several for an expert."""
 
 
 @pytest.mark.parametrize(
     "case", some_at_night(CASES, CASES[:2], "the gate runs the kernels of single pairs and of pairs in groups")
 )
 def test_the_kernels_sources_choose_experts_and_compute_and_weigh_their_results(cuda_on_cpu, case):
-    num_tokens, num_experts, quantization = case
-    assert experts_error(num_tokens, num_experts, (64, 96), quantization) < 2e-2
+    assert experts_error(*case) < 2e-2
 
 
 def test_pairs_are_grouped_by_their_experts(cuda_on_cpu):
