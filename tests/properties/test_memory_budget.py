@@ -28,7 +28,7 @@ DEMO = EngineConfig()
 
 
 class Books:
-    """An engine whose bytes are compared with its budget after each step, and at the worst moment within it.
+    """An engine whose bytes are compared with its budget after each step, and at the step's peak.
 
     Attributes:
         peak: Most bytes within a step, without one step's intermediate results, which a late device holds beside those

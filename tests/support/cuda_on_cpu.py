@@ -17,7 +17,7 @@ import numpy as np
 
 TYPES = {mx.bfloat16: "bf16", mx.uint32: "uint32_t", mx.int32: "int32_t", mx.float32: "float"}
 NUMPY_TYPES = {mx.bfloat16: np.uint16, mx.uint32: np.uint32, mx.int32: np.int32, mx.float32: np.float32}
-"""Of the arrays' files."""
+"""dtype of an array -> dtype of the numbers in its file."""
 HEADER = Path(__file__).with_suffix(".h")
 COMPILER = ("g++", "-std=c++20", "-O1", "-w", "-pthread")
 

@@ -1,6 +1,7 @@
-"""The kernel for few rows on CUDA, in each of its forms; few_rows_cuda.py says which products it computes, and why.
+"""The kernel for few rows on CUDA, in each of its forms.
 
-The functions of its header are also called by the kernel that expands weights (quantized_cuda.py).
+few_rows_cuda.py says which products it computes, and why; experts_cuda.py those with the weights of experts. The
+functions of its header are also called by the kernel that expands weights (quantized_cuda.py).
 """
 
 from collections.abc import Sequence
