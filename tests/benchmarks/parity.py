@@ -2,6 +2,7 @@
 
     uv run python -m tests.benchmarks.parity mlx-community/Qwen3.5-4B-MLX-4bit --image picture.png
     uv run python -m tests.benchmarks.parity --zoo
+    uv run python -m tests.benchmarks.parity --zoo --dtype bfloat16 --bits 4
 
 Per prompt: how many tokens are equal, the first other one with its gap, and the largest difference of logprobs of the
 five best tokens up to there; alone, and with all prompts at once. The library generates with mlx_vlm's `generate_step`
@@ -11,7 +12,8 @@ forward over the whole sequence differ by rounding (engine/self_test/agreement.p
 difference is larger.
 
 --zoo writes a tiny random checkpoint of each family of tests/support/families/ to a temporary folder, and prints one
-row for all prompts of a family. An image needs a model whose images the engine takes, with an image processor of the
+row for all prompts of a family; with --bits their weights are quantized. On a device that runs a family only in part,
+the row has the error. An image needs a model whose images the engine takes, with an image processor of the
 Qwen2-VL family.
 """
 
@@ -149,7 +151,7 @@ def rows_of(case: Case, per_prompt: bool) -> list[list[str]]:
     try:
         arms = in_thread(lambda: engine_answers(case))
     except Exception as error:  # the other models are still compared
-        return [[case.name, "-", "-", "-", "-", "-", f"{type(error).__name__}: {error}", "-", Status.FAIL]]
+        return [failed_row(case.name, "-", error, Status.FAIL)]
     groups = {name: [name] for name in case.answers} if per_prompt else {"all": list(case.answers)}
     return [row(case, name, group, arm, arms[arm]) for name, group in groups.items() for arm in arms]
 
@@ -209,13 +211,36 @@ def checkpoint_requests(config: EngineConfig, images: Sequence[Path], max_tokens
     return requests
 
 
-def zoo_cases(names: Iterable[str], folder: Path, config: EngineConfig) -> Iterable[Case]:
-    """Write the checkpoints, with the turns of tests/support/zoo.py as prompts."""
+def zoo_cases(
+    names: Iterable[str], folder: Path, config: EngineConfig, bits: int | None = None
+) -> Iterable[Case | list[str]]:
+    """Write the checkpoints, with the turns of tests/support/zoo.py as prompts.
+
+    Args:
+        names: Families of the zoo.
+        folder: Where their checkpoints go.
+        config: The engine's configuration but for the model.
+        bits: Quantize weights of float32 families with so many bits, in groups of 32.
+
+    Returns:
+        Each family's case; the row of a family that the library itself cannot compute.
+    """
     for name in names:
-        path = zoo.make(folder / name.replace(" ", "_"), FAMILIES[name])
-        turns = zoo.conversation(zoo.load(path))
-        requests = [greedy(turn, one.token_ids, len(one.answer.tokens)) for turn, one in turns.items()]
-        yield library_case(name, changed(config, model=str(path)), requests)
+        family = FAMILIES[name]
+        if bits is not None and family.quantization is None:
+            family = replace(family, quantization={"group_size": 32, "bits": bits})
+        try:
+            path = zoo.make(folder / name.replace(" ", "_"), family)
+            turns = zoo.conversation(zoo.load(path))
+            requests = [greedy(turn, one.token_ids, len(one.answer.tokens)) for turn, one in turns.items()]
+            yield library_case(name, changed(config, model=str(path)), requests)
+        except Exception as error:  # the other families are still compared
+            yield failed_row(name, "library", error, Status.SKIP)
+
+
+def failed_row(name: str, arm: str, error: Exception, status: Status) -> list[str]:
+    first_line = str(error).partition("\n")[0]
+    return [name, "-", arm, "-", "-", "-", f"{type(error).__name__}: {first_line}", "-", status]
 
 
 def arguments() -> argparse.Namespace:
@@ -225,11 +250,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--zoo", action="store_true", help="all families of the zoo")
     parser.add_argument("--only", help="with --zoo: these families, separated by commas")
+    parser.add_argument("--bits", type=int, choices=(4, 8), help="with --zoo: quantize the weights")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     args = parser.parse_args()
     if args.zoo == (args.model is not None):
         parser.error("give either a model or --zoo")
+    if args.bits and not args.zoo:
+        parser.error("--bits is for --zoo: a checkpoint is compared as it is")
     if args.zoo and args.image:
         parser.error("--image needs a model: the zoo's checkpoints have no image processor")
     args.only = args.only.split(",") if args.only else list(FAMILIES)
@@ -247,7 +275,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="orchard-parity-") as folder:
         try:
             if args.zoo:
-                cases = list(zoo_cases(args.only, Path(folder), config))
+                cases = list(zoo_cases(args.only, Path(folder), config, args.bits))
             else:
                 config = changed(config, model=args.model)
                 requests = checkpoint_requests(config, args.image, args.max_tokens)
@@ -255,8 +283,10 @@ def main() -> int:
         except EngineFailed as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-        rows = [row for case in cases for row in rows_of(case, per_prompt=not args.zoo)]
-    print(heading(f"parity on {mx.default_device()}, {cases[0].rounding.dtype}"))
+        of_cases = [[case] if isinstance(case, list) else rows_of(case, per_prompt=not args.zoo) for case in cases]
+    rows = [row for of_case in of_cases for row in of_case]
+    dtypes = {case.rounding.dtype for case in cases if isinstance(case, Case)}
+    print(heading(f"parity on {mx.default_device()}, {', '.join(sorted(dtypes)) or 'nothing compared'}"))
     print(table(COLUMNS, rows))
     counts = {status: sum(row[-1] == status for row in rows) for status in Status}
     print(", ".join(f"{count} {status}" for status, count in counts.items() if count))

@@ -3,6 +3,7 @@
 import copy
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def make(out: Path, family: Family) -> Path:
     weights = [(key, drawn(rng, key, value)) for key, value in sorted(parameters)]
     language_model.update(tree_unflatten(weights))
     if family.quantization is not None:
-        nn.quantize(language_model, **family.quantization, class_predicate=_quantizable)
+        quantizable = partial(_is_quantizable, group_size=family.quantization["group_size"])
+        nn.quantize(language_model, **family.quantization, class_predicate=quantizable)
         config["quantization"] = family.quantization
     named = _named(module, family.has_bare_names, rng)
     out.mkdir(parents=True, exist_ok=True)
@@ -182,9 +184,10 @@ def drawn(rng: np.random.Generator, name: str, weight: mx.array) -> mx.array:
     return mx.array(values.astype(np.float32))
 
 
-def _quantizable(name: str, module: nn.Module) -> bool:
-    """Whether the checkpoint has the module quantized; routers are kept, as converters do."""
-    return hasattr(module, "to_quantized") and not name.endswith("mlp.gate")
+def _is_quantizable(name: str, module: Any, group_size: int) -> bool:
+    """Whether the checkpoint has the module quantized; routers are kept, as converters do, and partial groups."""
+    has_form = hasattr(module, "to_quantized") and not name.endswith("mlp.gate")
+    return has_form and module["weight"].shape[-1] % group_size == 0
 
 
 def greedy(tokens: list[int], logits: list[np.ndarray]) -> Greedy:
