@@ -1,4 +1,4 @@
-"""Which experts CUDA's kernels take, and what their sources compute, on a CPU with a thread per lane.
+"""Which experts CUDA's kernels take, and what their sources compute, on a CPU, where the lanes take turns.
 
 The self-test checks their results on a GPU.
 """

@@ -1,4 +1,4 @@
-"""Which products CUDA's kernel for few rows takes, and what its source computes, on a CPU with a thread per lane.
+"""Which products CUDA's kernel for few rows takes, and what its source computes, on a CPU, where the lanes take turns.
 
 The self-test checks its results on a GPU.
 """
