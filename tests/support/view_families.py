@@ -139,7 +139,7 @@ def view_embedder(module: Any, pixels: dict[str, Any]) -> Callable[[mx.array], I
 
 def embedder_of(module: Any, features: Sequence[mx.array]) -> Callable[[mx.array], InputEmbeddingsFeatures]:
     """Return the function that embeds a prompt with images of these features [num_tokens, hidden]."""
-    of_images = mx.concatenate(features)
+    of_images = mx.concatenate(list(features))
 
     def embed(ids: mx.array) -> InputEmbeddingsFeatures:
         embeds = module.get_input_embeddings(ids).inputs_embeds
