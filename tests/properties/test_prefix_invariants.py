@@ -46,7 +46,7 @@ from tests.support.tasks import RETRIEVAL, prompts
 from tests.support.zoo import make as make_family
 
 NUM_SCHEDULES = int(os.environ.get("ORCHARD_SCHEDULES", "0"))
-MIN_FIXED, MAX_FIXED = 3, 40
+MIN_FIXED, MAX_FIXED = 2, 40
 """Schedules of a model without ORCHARD_SCHEDULES."""
 NUM_SPECIMENS = 40
 NUM_STORM_REQUESTS = 45
@@ -75,8 +75,7 @@ KINDS = {
 @pytest.fixture(scope="session")
 def bench_of(
     tiny_model: Callable[..., Path],
-    runner: MLXRunner,
-    text_runner: MLXRunner,
+    request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], Bench]:
     """bench_of(name of one of KINDS, llama, demo or text), built once."""
@@ -84,7 +83,8 @@ def bench_of(
     @cache
     def make(name: str) -> Bench:
         if name in ("demo", "text"):
-            return Bench(*((runner, DEMO) if name == "demo" else (text_runner, DRAFT)))
+            loaded: MLXRunner = request.getfixturevalue("runner" if name == "demo" else "text_runner")
+            return Bench(loaded, DEMO if name == "demo" else DRAFT)
         if name == "llama":  # attention alone: its chunks run on past boundaries
             path = tmp_path_factory.mktemp("zoo") / "model"
             weights = shutil.ignore_patterns("*.safetensors", "config.json")
@@ -315,13 +315,26 @@ def test_a_snapshot_takes_exactly_its_accounted_bytes(exactly, name, lengths):
     assert held == told
 
 
+@dataclass(frozen=True)
+class EightRequests:
+    """Requests with one system part of 150 tokens, and their answers without a cache by request id."""
+
+    requests: list[EngineRequest]
+    cold: dict[str, Answer]
+
+
+@pytest.fixture(scope="module")
+def eight(bench_of: Callable[[str], Bench]) -> EightRequests:
+    system, tails = plain_tokens("long", 150), [plain_tokens(i, 20) for i in range(8)]
+    requests = [plain_request(f"r{i}", system, tail, max_tokens=3) for i, tail in enumerate(tails)]
+    return EightRequests(requests, cold_answers(bench_of("deep").runner, requests))
+
+
 @pytest.mark.parametrize(("first", "num_choices"), [("stays", 3), ("is aborted", 1), ("fails", 1)])
-def test_a_new_system_part_of_eight_concurrent_requests_is_prefilled_once(bench_of, first, num_choices):
+def test_a_new_system_part_of_eight_concurrent_requests_is_prefilled_once(bench_of, eight, first, num_choices):
     """Also when the first of them leaves while it is prefilled: then the second begins anew."""
     bench: Bench = bench_of("deep")
-    system, tails = plain_tokens("long", 300), [plain_tokens(i, 20) for i in range(8)]
-    requests = [plain_request(f"r{i}", system, tail, max_tokens=3) for i, tail in enumerate(tails)]
-    cold = cold_answers(bench.runner, requests)
+    requests, cold = eight.requests, eight.cold
     driver = Driver(bench.runner, cache_config({"max_running": 24}))
     for request in requests:
         driver.core.add_request(replace(request, num_choices=num_choices))
@@ -333,10 +346,10 @@ def test_a_new_system_part_of_eight_concurrent_requests_is_prefilled_once(bench_
         driver.core.step()
     driver.run({0: []})
     served = [Answer.of(driver, f"r{i}") for i in range(8) if first == "stays" or i]
-    assert [answer.num_cached for answer in served] == [0, *[300] * (len(served) - 1)]
+    assert [answer.num_cached for answer in served] == [0, *[150] * (len(served) - 1)]
     wasted = {"stays": 0, "is aborted": 64 - 20, "fails": 64 - 20}[first]
-    assert driver.core.stats.num_prompt_tokens == 300 + 8 * 20 + wasted
-    assert driver.core.stats.num_cached_tokens == 300 * (len(served) - 1)
+    assert driver.core.stats.num_prompt_tokens == 150 + 8 * 20 + wasted
+    assert driver.core.stats.num_cached_tokens == 150 * (len(served) - 1)
     for answer, expected in zip(served, [cold[f"r{i}"] for i in range(8) if first == "stays" or i], strict=True):
         assert answer.token_ids == expected.token_ids
 

@@ -1,13 +1,12 @@
-// Stands for the CUDA functions that the kernels of cuda_on_cpu.py call, on a CPU: each lane is a thread.
-#include <atomic>
-#include <barrier>
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstring>
-#include <memory>
-#include <thread>
-#include <vector>
+// Stands for the CUDA functions that the kernels of cuda_on_cpu.py call, on a CPU: the lanes of a block take turns.
+// It includes headers of C alone, as those of C++ take most of the time of a kernel's compilation.
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
 
 #define __device__
 #define __forceinline__ inline
@@ -34,19 +33,36 @@ struct float2 { float x, y; };
 struct __nv_bfloat162 { bf16 x, y; };
 struct Place { int x, y; };
 
+// A lane runs until it waits at a barrier; then it is the next one's turn.
+struct Lane {
+    ucontext_t context;
+    void* stack;
+    bool has_ended;
+};
+ucontext_t scheduler;
+Lane* running;
+
+struct Barrier {
+    int lanes, arrived = 0, round = 0;
+    void arrive_and_wait() {
+        const int mine = round;
+        if (++arrived == lanes) arrived = 0, ++round;
+        while (round == mine) swapcontext(&running->context, &scheduler);
+    }
+};
+
 // Values that the lanes of a warp exchange.
 struct Warp {
-    std::barrier<> barrier{32};
+    Barrier barrier{32};
     unsigned a[32][4], b[32][2];
     float shuffled[32];
 };
 
-thread_local Place threadIdx, blockIdx;
-thread_local Warp* warp_of_lane;
-Place blockDim;
-std::unique_ptr<std::barrier<>> block_barrier;
+Place threadIdx, blockIdx, blockDim;
+Warp* warp_of_lane;
+Barrier block_barrier;
 
-inline void __syncthreads() { block_barrier->arrive_and_wait(); }
+inline void __syncthreads() { block_barrier.arrive_and_wait(); }
 inline void __syncwarp() { warp_of_lane->barrier.arrive_and_wait(); }
 
 inline float half_of(unsigned pair, int i) {
@@ -79,7 +95,7 @@ template <typename T> T __shfl_xor_sync(unsigned, T x, int mask) {
     memcpy(&x, &warp_of_lane->shuffled[lane ^ mask], 4);
     return x;
 }
-inline int atomicAdd(int* to, int x) { return std::atomic_ref<int>(*to).fetch_add(x); }
+inline int atomicAdd(int* to, int x) { return *to += x, *to - x; }
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     const uint64_t bytes = uint64_t(high) << 32 | low;
     unsigned result = 0;
@@ -105,31 +121,51 @@ inline __nv_bfloat162 __hfma2(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bfloat162
 
 void kernel();
 
-// Run the blocks one after the other, each with a thread per lane.
+inline void run_lane() {
+    kernel();
+    running->has_ended = true;
+}
+
+// Run the blocks one after the other. The lanes take turns forwards and backwards, so that those which lack a barrier
+// read too early in one of the two orders.
 inline void launch(int columns, int rows, int lanes, int warps) {
     blockDim = {lanes, warps};
+    const int count = lanes * warps, stack_bytes = 1 << 17;
+    Lane* all = (Lane*)calloc(count, sizeof(Lane));
+    for (int i = 0; i < count; ++i) all[i].stack = malloc(stack_bytes);
     for (int block = 0; block < columns * rows; ++block) {
-        block_barrier = std::make_unique<std::barrier<>>(lanes * warps);
-        std::vector<Warp> of_block(lanes * warps / 32);
-        std::vector<std::thread> threads;
-        for (int thread = 0; thread < lanes * warps; ++thread)
-            threads.emplace_back([&, thread] {
+        blockIdx = {block % columns, block / columns};
+        block_barrier = {count};
+        Warp* of_block = new Warp[count / 32];
+        for (int i = 0; i < count; ++i) {
+            getcontext(&all[i].context);
+            all[i].context.uc_stack.ss_sp = all[i].stack;
+            all[i].context.uc_stack.ss_size = stack_bytes;
+            all[i].context.uc_link = &scheduler;
+            all[i].has_ended = false;
+            makecontext(&all[i].context, run_lane, 0);
+        }
+        for (int turn = 0, ended = 0; ended < count; ++turn)
+            for (int i = 0; i < count; ++i) {
+                const int thread = turn % 2 ? count - 1 - i : i;
+                running = &all[thread];
+                if (running->has_ended) continue;
                 threadIdx = {thread % lanes, thread / lanes};
-                blockIdx = {block % columns, block / columns};
                 warp_of_lane = &of_block[thread / 32];
-                kernel();
-            });
-        for (auto& thread : threads) thread.join();
+                swapcontext(&scheduler, &running->context);
+                ended += running->has_ended;
+            }
+        delete[] of_block;
     }
 }
-template <typename T> std::vector<T> read(const char* path, size_t size) {
-    std::vector<T> values(size);
+template <typename T> T* read(const char* path, size_t size) {
+    T* values = (T*)malloc(size * sizeof(T));
     FILE* file = fopen(path, "rb");
-    if (!file || fread(values.data(), sizeof(T), size, file) != size) abort();
+    if (!file || fread(values, sizeof(T), size, file) != size) abort();
     fclose(file);
     return values;
 }
-template <typename T> void write(const char* path, const std::vector<T>& values) {
+template <typename T> void write(const char* path, const T* values, size_t size) {
     FILE* file = fopen(path, "wb");
-    if (!file || fwrite(values.data(), sizeof(T), values.size(), file) != values.size() || fclose(file)) abort();
+    if (!file || fwrite(values, sizeof(T), size, file) != size || fclose(file)) abort();
 }

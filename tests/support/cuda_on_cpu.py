@@ -1,15 +1,12 @@
-"""Runs the source of CUDA kernels on a CPU: compiled by g++, with a thread per lane. Slow, and for small shapes.
+"""Runs the source of CUDA kernels on a CPU: compiled by g++; the lanes of a block take turns. For small shapes.
 
 It knows what the kernels of few_rows_cuda, quantized_cuda and experts_cuda call (cuda_on_cpu.h), in bfloat16.
 """
 
-import shutil
 import subprocess
 from collections.abc import Sequence
-from functools import cache
 from math import prod
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +16,7 @@ TYPES = {mx.bfloat16: "bf16", mx.uint32: "uint32_t", mx.int32: "int32_t", mx.flo
 NUMPY_TYPES = {mx.bfloat16: np.uint16, mx.uint32: np.uint32, mx.int32: np.int32, mx.float32: np.float32}
 """dtype of an array -> dtype of the numbers in its file."""
 HEADER = Path(__file__).with_suffix(".h")
-COMPILER = ("g++", "-std=c++20", "-O1", "-w", "-pthread")
+COMPILER = ("g++", "-std=c++20", "-O1", "-w")
 
 
 class Kernel:
@@ -53,10 +50,10 @@ class Kernel:
         ]
         sizes = [prod(shape) for shape in output_shapes]
         arrays += [
-            f"std::vector<{TYPES[dtype]}> {name}_all({size});"
+            f"auto {name}_all = ({TYPES[dtype]}*)calloc({size}, sizeof({TYPES[dtype]}));"
             for name, size, dtype in zip(results, sizes, output_dtypes, strict=True)
         ]
-        body = [f"auto {name} = {name}_all.data();" for name in (*names, *results)]
+        body = [f"auto {name} = {name}_all;" for name in (*names, *results)]
         body += [
             f"const int {name}_shape[] = {{{', '.join(map(str, array.shape))}}};"
             for name, array in zip(names, inputs, strict=True)
@@ -68,30 +65,22 @@ class Kernel:
             for name, value in template
         ]
         blocks = [whole // of_block for whole, of_block in zip(grid, threadgroup, strict=True)]
-        self._run(arrays, body, f"{blocks[0]}, {blocks[1]}, {threadgroup[0]}, {threadgroup[1]}")
+        written = [
+            f'write("{self._folder / name}", {name}_all, {size});' for name, size in zip(results, sizes, strict=True)
+        ]
+        self._run(arrays, body, f"{blocks[0]}, {blocks[1]}, {threadgroup[0]}, {threadgroup[1]}", written)
         return [
             mx.array(np.fromfile(self._folder / name, NUMPY_TYPES[dtype])).view(dtype).reshape(shape)
             for name, shape, dtype in zip(results, output_shapes, output_dtypes, strict=True)
         ]
 
-    def _run(self, arrays: Sequence[str], body: Sequence[str], launched: str) -> None:
+    def _run(self, arrays: Sequence[str], body: Sequence[str], launched: str, written: Sequence[str]) -> None:
         """Compile the kernel with its arrays and the first lines of its body, run it, and write its results."""
-        written = [f'write("{self._folder / name}", {name}_all);' for name in self._arguments["output_names"]]
         # The header's own function for tensor cores is assembly; cuda_on_cpu.h has another one.
         header = self._arguments["header"].partition("// Multiply eight")[2]
-        lines = [f'#include "{HEADER.name}"', "//" + header, *arrays, "void kernel() {", *body]
+        lines = [f'#include "{HEADER}"', "//" + header, *arrays, "void kernel() {", *body]
         lines += [self._arguments["source"], "}", f"int main() {{ launch({launched});", *written, "}"]
         source, program = self._folder / "kernel.cpp", self._folder / "kernel"
         source.write_text("\n".join(lines))
-        included = compiled_header().name
-        subprocess.run([*COMPILER, f"-I{included}", source, "-o", program], check=True, timeout=120)
+        subprocess.run([*COMPILER, source, "-o", program], check=True, timeout=120)
         subprocess.run([program], check=True, timeout=120)
-
-
-@cache
-def compiled_header() -> "TemporaryDirectory[str]":
-    """Compile the header once per process: most of a kernel's compilation is reading the standard library's."""
-    folder = TemporaryDirectory(prefix="cuda_on_cpu")
-    copy = shutil.copy(HEADER, folder.name)
-    subprocess.run([*COMPILER, "-x", "c++-header", copy, "-o", f"{copy}.gch"], check=True, timeout=120)
-    return folder

@@ -134,11 +134,16 @@ def view_features(module: Any, pixels: dict[str, Any]) -> list[mx.array]:
 
 
 def view_embedder(module: Any, pixels: dict[str, Any]) -> Callable[[mx.array], InputEmbeddingsFeatures]:
-    features = mx.concatenate(view_features(module, pixels))
+    return embedder_of(module, view_features(module, pixels))
+
+
+def embedder_of(module: Any, features: Sequence[mx.array]) -> Callable[[mx.array], InputEmbeddingsFeatures]:
+    """Return the function that embeds a prompt with images of these features [num_tokens, hidden]."""
+    of_images = mx.concatenate(list(features))
 
     def embed(ids: mx.array) -> InputEmbeddingsFeatures:
         embeds = module.get_input_embeddings(ids).inputs_embeds
-        embeds[0, mx.array(np.flatnonzero(np.array(ids[0]) == IDS["<image>"]))] = features
+        embeds[0, mx.array(np.flatnonzero(np.array(ids[0]) == IDS["<image>"]))] = of_images
         return InputEmbeddingsFeatures(inputs_embeds=embeds)
 
     return embed

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
+from engine.core.admission import MAX_PASSING
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import OBSERVATIONS, MemoryBudget
 from engine.core.memory.costs import MemoryCosts
@@ -287,6 +288,25 @@ def test_rows_are_not_preempted_where_that_would_not_free_enough_memory():
     scheduler.add([Row(replace(spec("new", 1500, 100), client="new"))])
     clock.advance(6)
     assert not step_of(scheduler).prefill and scheduler._stats.num_preempted == 0
+
+
+@pytest.mark.parametrize(("num_between", "passes"), [(MAX_PASSING - 1, True), (MAX_PASSING, False)])
+def test_a_prompt_that_fits_passes_a_few_that_do_not(num_between, passes):
+    scheduler = tight(20_000, max_running=32, scheduler={"policy": "fifo"})
+    admit(scheduler, spec("running", 500, 100))
+    for name in ("head", *(f"large{i}" for i in range(num_between))):
+        scheduler.add([Row(spec(name, 1500, 100))])
+    scheduler.add([Row(spec("small", 100, 20))])
+    assert [row.id for row in step_of(scheduler).prefill] == (["small/0"] if passes else [])
+
+
+def test_a_prompt_that_does_not_fit_keeps_no_memory_of_the_prefix_cache(monkeypatch):
+    scheduler, calls = tight(20_000, max_running=8), []
+    admit(scheduler, spec("running", 500, 100))
+    for name in ("assign", "revoke"):
+        monkeypatch.setattr(scheduler._admission._prefixes, name, lambda prompt, name=name: calls.append(name))
+    scheduler.add([Row(spec("large", 1500, 100))])
+    assert not step_of(scheduler).prefill and calls == ["assign", "revoke"]
 
 
 def test_an_urgent_request_preempts_a_row_for_memory_as_for_rows():

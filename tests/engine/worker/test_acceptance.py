@@ -19,9 +19,9 @@ def row(max_tokens: int, stops: tuple[int, ...] = ()) -> Row:
     return Row(EngineRequest("a", np.zeros(4, np.int32), SamplingParams(max_tokens), stops))
 
 
-def counted(one: Row, drafts: list[int], sampled: list[int], position: int = 5) -> tuple[int, int]:
+def counted(one: Row, drafts: list[int], sampled: list[int], position: int = 5, newest: int = 0) -> tuple[int, int]:
     """Return the accepted drafts and the kept samples of a row whose first sample has this output position."""
-    tokens = mx.array([[0, *drafts]], mx.int32)
+    tokens = mx.array([[newest, *drafts]], mx.int32)
     positions = position + mx.arange(len(sampled), dtype=mx.int32)[None]
     accepted, kept = Acceptance([one]).count(tokens, mx.array([sampled], mx.int32), positions)
     return int(np.array(accepted)[0]), int(np.array(kept)[0])
@@ -48,6 +48,10 @@ def test_no_sample_behind_the_last_of_max_tokens_is_kept(left, num_kept):
 def test_no_sample_behind_a_stop_token_is_kept(place):
     sampled = [*SAMPLED[:place], STOP, *SAMPLED[place + 1 :]]
     assert counted(row(100, (STOP,)), sampled[:3], sampled)[1] == place + 1
+
+
+def test_a_row_that_has_its_stop_token_already_keeps_one_sample_which_is_discarded_later():
+    assert counted(row(100, (STOP,)), [1, 2, 3], SAMPLED, newest=STOP)[1] == 1
 
 
 def test_each_row_has_its_own_limits():

@@ -41,6 +41,8 @@ LAYOUTS = {FAMILIES[name].layout: name for name in reversed(CHOSEN)}
 """Layout -> the first family that has it."""
 CACHES = {FAMILIES[name].layout[0]: name for name in reversed(CHOSEN)}
 """Caches of the layers -> the first family that has them."""
+OF_EACH_LAYER = ("llama", "longcat_flash", "qwen3_next", "minimax_m3", "qwen4_exp", "deepseek_v4", "llama4")
+"""Families that together have each kind of cache layer."""
 
 every_family = pytest.mark.parametrize(
     "served",
@@ -64,6 +66,16 @@ one_family_of_each_cache = pytest.mark.parametrize(
         CHOSEN,
         set(CACHES.values()),
         "the gate runs one family of each sequence of caches; experts are in its batches and bursts",
+    ),
+    indirect=True,
+    scope="module",
+)
+one_family_of_each_layer = pytest.mark.parametrize(
+    "served",
+    some_at_night(
+        CHOSEN,
+        set(OF_EACH_LAYER),
+        "the gate runs one family of each kind of cache layer; a prompt of each sequence of caches gives right tokens",
     ),
     indirect=True,
     scope="module",
@@ -98,10 +110,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
     Quantized weights stay quantized, as on a GPU; test_expanded_weights.py expands them.
 
-    The gate warms up one family of each sequence of caches, the night all: experts and quantized weights have none.
+    The gate warms up one family of each kind of cache layer, the night all: experts and quantized weights have none.
     """
     path, turns = made(tmp_path_factory.mktemp("zoo") / "model", request.param)
-    is_warm = request.config.option.night or request.param in CACHES.values()
+    is_warm = request.config.option.night or request.param in OF_EACH_LAYER
     return Served(load_runner(config_of(path), lambda progress: None) if is_warm else cold(path), turns)
 
 
@@ -118,6 +130,11 @@ def config_of(path: Path) -> EngineConfig:
 
 def cold(path: Path) -> MLXRunner:
     return load_cold(config_of(path))
+
+
+def test_families_of_each_layer_have_all_kinds_of_cache_layers():
+    kinds = {name: set(family.layout[0]) for name, family in FAMILIES.items()}
+    assert set().union(*(kinds[name] for name in OF_EACH_LAYER)) == set().union(*kinds.values())
 
 
 @one_family_of_each_cache
@@ -314,7 +331,7 @@ def _continue(served: Served, whole: Driver, name: str, cuts: Iterable[int], tog
             served.check(driver, "short")
 
 
-@one_family_of_each_cache
+@one_family_of_each_layer
 def test_answer_cut_anywhere_goes_on_in_another_engine_with_the_same_tokens(served):
     """Beside other rows, behind a prompt that is computed again or comes from the prefix cache."""
     whole = Driver(served.runner, EngineConfig.model_validate(NO_CACHE))
@@ -324,7 +341,7 @@ def test_answer_cut_anywhere_goes_on_in_another_engine_with_the_same_tokens(serv
     _continue(served, whole, "first", (3, 9), 2)
 
 
-@pytest.mark.night("the gate cuts the answer of one family of each layout at five places")
+@pytest.mark.night("the gate cuts the answer of one family of each kind of cache layer at five places")
 @every_family
 @pytest.mark.parametrize(("together", "config"), [(1, NO_CACHE), (3, {})], ids=["alone", "together, cached"])
 def test_answer_cut_after_each_of_32_tokens_goes_on_in_another_engine_with_the_same_tokens(served, together, config):
@@ -361,7 +378,7 @@ def test_sparse_prompt_gets_the_tokens_of_a_forward_over_its_kept_tokens(served)
     served.check(driver, "second")
 
 
-@one_family_of_each_cache
+@one_family_of_each_layer
 @pytest.mark.parametrize("chunk", some_at_night([5, 64], [5], "the gate has logits in several pieces"))
 def test_logprobs_of_a_prompt_are_those_of_forwards_without_any_state(served, chunk, monkeypatch):
     """With the answer as part of the prompt, alone and beside a row that decodes; then its next tokens are the same."""

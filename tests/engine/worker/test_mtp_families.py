@@ -147,7 +147,7 @@ def test_answer_cut_anywhere_goes_on_in_another_engine_with_drafts(served):
 
 
 def test_head_drafts_what_a_forward_over_the_whole_sequence_predicts(served, monkeypatch):
-    """That of the head over all pairs (token p + 1, what it reads at p), computed at once and without a cache."""
+    """That of the head over all pairs (token p + 1, what it reads at p), computed at once, then over its own states."""
     drafted: list[mx.array | None] = []  # by each step that was launched
 
     def launch(group: DecodeGroup, drafts: Drafts) -> Any:
@@ -176,15 +176,17 @@ def test_head_drafts_what_a_forward_over_the_whole_sequence_predicts(served, mon
     for num, drafts in zip(num_before, drafted, strict=False):
         if drafts is None:
             continue
-        positions = np.arange(num - 1, dtype=np.int32)[None]
-        where = np.broadcast_to(positions, (3, *positions.shape))
+        where = np.broadcast_to(np.arange(num - 1, dtype=np.int32), (3, 1, num - 1))
         before, behind = mx.array([tokens[: num - 1]], mx.int32), mx.array([tokens[1:num]], mx.int32)
         _, read = language_model.extend_with_logits(before, language_model.make_cache(), where)
         assert read is not None
-        logits = head.logits(head(behind, read, head.make_cache(), mx.array(positions))[:, -1:])
-        assert int(np.array(drafts)[0, 0]) == int(np.array(logits)[0, 0].argmax())
-        num_checked += 1
-    assert num_checked >= 3
+        cache, positions = head.make_cache(), mx.array(where[0])
+        for draft in np.array(drafts)[0].tolist():  # each one behind the head's own state and the draft before it
+            read = head(behind, read, cache, positions)[:, -1:]
+            assert draft == int(np.array(head.logits(read))[0, 0].argmax())
+            behind, positions = mx.array([[draft]], mx.int32), positions[:, -1:] + 1
+            num_checked += 1
+    assert num_checked >= 6
 
 
 @pytest.mark.parametrize("family", [family for family in QWEN_FORMATS if family != "qwen3_next"])

@@ -19,6 +19,7 @@ from engine.errors import EngineFailed
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.snapshot_store.files import SnapshotFiles
 from engine.worker import quantized_kv
+from engine.worker.burst import BurstAttention
 from engine.worker.language_model import LanguageModel
 from engine.worker.loader import open_model
 from engine.worker.model_report import RowBytes
@@ -112,6 +113,35 @@ def test_unpacked_values_are_exactly_those_of_the_library(bits, head_dim, group_
     assert mx.array_equal(form.unpack(packed), expected).item()
     assert packed.nbytes == 2 * 3 * 7 * (head_dim * bits // 8 + 2 * head_dim // group_size * dtype.size)
     assert mx.array_equal(form.unpack(form.zeros(2)), mx.zeros((1, 3, 2, head_dim))).item()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_keys_and_values_of_unlike_sizes_are_packed_each_by_its_own(bits):
+    """Of latent attention: latents, and the rotated part of the keys."""
+    sizes = {128: 64, 32: 32}
+    keys, values = (mx.random.normal((1, 1, 7, size), key=mx.random.key(size)) for size in sizes)
+    form = KVFormat.of(keys, values, bits)
+    for group_size, found, computed in zip(
+        sizes.values(), form.unpack(*form.pack(keys, values)), (keys, values), strict=True
+    ):
+        expected = mx.dequantize(*mx.quantize(computed, group_size, bits), group_size, bits)
+        assert mx.array_equal(found, expected).item()
+    assert form.token_bytes == (128 + 32) * 4
+
+
+def test_prompts_that_share_a_forward_see_the_keys_and_values_that_each_sees_alone():
+    before, lengths = (5, 2), (3, 1)
+    keys, values = mx.random.normal((2, 2, 3, 8, HEAD_DIM), key=mx.random.key(0))
+    form = KVFormat.of(keys, values, 8)
+    shared, alone = ([quantized_kv.QuantizedKVCache(form) for _ in before] for _ in range(2))
+    for row, num in enumerate(before):
+        for caches in (shared, alone):
+            caches[row].update_and_fetch(keys[row : row + 1, :, :num], values[row : row + 1, :, :num])
+    found = BurstAttention(shared, lengths, as_offset=True).update_and_fetch(keys[:, :, 5:], values[:, :, 5:])
+    for row, (num, length) in enumerate(zip(before, lengths, strict=True)):
+        new = (array[row : row + 1, :, 5 : 5 + length] for array in (keys, values))
+        for one, expected in zip(found, alone[row].update_and_fetch(*new), strict=True):
+            assert mx.array_equal(one[row, :, : num + length], expected[0]).item()
 
 
 @pytest.mark.parametrize(

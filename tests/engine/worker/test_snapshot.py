@@ -9,12 +9,14 @@ import engine.worker  # noqa: F401  # before MLX
 import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
+from mlx_vlm.models.cache import KVCache, RotatingKVCache
 
 from engine.config import EngineConfig
 from engine.core.row import Row
 from engine.protocol import Boundary, EngineRequest
 from engine.worker.model_runner import MLXRunner
-from engine.worker.snapshot import StateSnapshot
+from engine.worker.snapshot import StateSnapshot, export, import_arrays, restore, take
+from engine.worker.window_layer import last_tokens
 from tests.support.cold_runner import load_cold
 
 STORY = "Tell me a story about a red circle and a blue square that meet at the market and count their apples."
@@ -124,6 +126,32 @@ def test_an_exported_and_imported_snapshot_is_the_same(request, request_, which)
         assert all(np.array_equal(one, other) for one, other in pairs)
         assert imported.segment.ends == snapshot.segment.ends
         parent = imported.segment
+
+
+WINDOW = 8
+
+
+def caches_of(num_tokens: int) -> list[Any]:
+    """Return the caches of a row: all keys and values, and a window that has read one token less, as a head's has."""
+    caches: list[Any] = [KVCache(), RotatingKVCache(max_size=WINDOW)]
+    for i, cache in enumerate(caches if num_tokens else ()):
+        keys, values = mx.random.normal((2, 1, 2, num_tokens - i, 4), key=mx.random.key(i))
+        cache.update_and_fetch(keys, values)
+    return caches
+
+
+@pytest.mark.parametrize("num_tokens", [3, WINDOW, WINDOW + 1, 20])
+def test_a_window_that_lags_behind_its_row_does_so_in_snapshots(num_tokens):
+    row = caches_of(num_tokens)
+    snapshot, like = (take(one, None, num, None) for one, num in ((row, num_tokens), (caches_of(30), 30)))
+    *_, imported = import_arrays(export(snapshot), like, num_tokens, None)
+    for one in (snapshot, imported):
+        assert one is not None
+        restored = caches_of(0)
+        restore(one, restored, num_tokens)
+        assert [cache.offset for cache in restored] == [num_tokens, num_tokens - 1]
+        for found, expected in zip(last_tokens(restored[1]), last_tokens(row[1]), strict=True):
+            assert mx.array_equal(found, expected).item()
 
 
 def test_arrays_that_do_not_fit_are_refused_by_name(runner, request_):

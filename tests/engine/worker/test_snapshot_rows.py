@@ -33,7 +33,7 @@ NUM_MORE_SCHEDULES = int(os.environ.get("ORCHARD_SCHEDULES", "0"))
 VOCAB = 512
 NUM_MORE = 9
 """Tokens that a next turn says behind an answer."""
-NUM_NEXT = 10
+NUM_NEXT = 8
 """Tokens of the next turn's answer that are compared."""
 STATE_TOLERANCE = 2e-4
 """Between what steps of a few tokens and what chunks of a prompt compute: the order of sums."""
@@ -186,8 +186,7 @@ def check(runner: MLXRunner, request: EngineRequest, kept: RowSnapshot | None, n
     for mine, theirs in zip(contents(snapshot), contents(cold), strict=True):
         assert mine.shape == theirs.shape and np.allclose(mine, theirs, atol=STATE_TOLERANCE, rtol=1e-3)
     expected = answer(runner, turn)
-    for num_drafts in ("0 drafts", "3 drafts"):
-        assert answer(runner, turn, DRAFTS[num_drafts], snapshot) == expected
+    assert answer(runner, turn, DRAFTS["3 drafts"], snapshot) == expected
 
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -209,8 +208,12 @@ STOPPED = [
     ("name", "drafts", "sampling"),
     some_at_night(
         STOPPED,
-        [one for one in STOPPED if one[0] == "alternating" or one[1] == "3 drafts"],
-        "the gate has all drafts with one model, and the most drafts with each",
+        [
+            one
+            for one in STOPPED
+            if one[1] == "3 drafts" or (one[0] == "alternating" and one[1] not in ("1 drafts", "2 drafts"))
+        ],
+        "the gate has no drafts and changing ones with one model, and the most drafts with each",
         are_sets=True,
     ),
 )
@@ -471,16 +474,18 @@ def test_a_stop_token_changes_neither_the_tokens_nor_the_draft_counts_in_front_o
     """Nor what is told of its drafts: only what stands behind its last token is gone."""
     plain = spec("row", 24, max_tokens=200)
     said = answer(tiny, replace(plain, sampling=replace(plain.sampling, max_tokens=12)))
+    whole_run = steps(tiny, plain, DRAFTS[drafts], 12)
     for end in (2, 3, 4, 5, 10, 11):
         if said[end] in said[:end]:
             continue
         stops, short = replace(plain, stop_token_ids=(said[end],)), spec("row", 24, max_tokens=end + 1)
-        outputs = [steps(tiny, one, DRAFTS[drafts], end + 1) for one in (plain, stops, short)]
-        for ended in outputs[1:]:
-            assert [o.num_drafted for o in ended] == [o.num_drafted for o in outputs[0]]
-            assert [o.num_accepted for o in ended] == [o.num_accepted for o in outputs[0]]
-            assert [o.token_ids for o in ended[:-1]] == [o.token_ids for o in outputs[0][:-1]]
-            last, whole = ended[-1].token_ids, outputs[0][-1].token_ids
+        for request in (stops, short):
+            ended = steps(tiny, request, DRAFTS[drafts], end + 1)
+            begun = whole_run[: len(ended)]
+            assert [o.num_drafted for o in ended] == [o.num_drafted for o in begun]
+            assert [o.num_accepted for o in ended] == [o.num_accepted for o in begun]
+            assert [o.token_ids for o in ended[:-1]] == [o.token_ids for o in begun[:-1]]
+            last, whole = ended[-1].token_ids, begun[-1].token_ids
             assert last == whole[: len(last)] and last[-1] == said[end], "the last token is the newest"
 
 

@@ -1,5 +1,6 @@
 """DeepSeek-OCR on an image that is cut into tiles: the features of the library, bit by bit, and its tokens."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 from mlx_vlm.utils import load_model
+from PIL import Image
 
 from engine.config import EngineConfig
 from engine.processing.images import ImagePreprocessor
@@ -20,19 +22,33 @@ from engine.worker.vision_towers import make_tower
 from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver
 from tests.support.sighted_family import SightedFamily
-from tests.support.view_families import DEEPSEEK_OCR, DEEPSEEK_OCR_2, small_towers, view_features
+from tests.support.view_families import DEEPSEEK_OCR, DEEPSEEK_OCR_2, embedder_of, small_towers, view_features
 from tests.support.vision_zoo import image, make, reference
 
-WIDE, TALL, SMALL = image(1300, 650, seed=1), image(500, 1900, seed=2), image(64, 40, seed=3)
-NUM_TOKENS = 4
+GRID, ROW, SMALL = image(900, 700, seed=2), image(1300, 650, seed=1), image(64, 40, seed=3)
+NUM_TOKENS = 3
+
+CASES = {
+    "deepseekocr": (DEEPSEEK_OCR, GRID, (2, 3)),
+    "deepseekocr_2": (DEEPSEEK_OCR_2, ROW, (1, 2)),
+}
+"""Family, an image that is cut, and its tiles. DeepSeek-OCR 2 has no rows of features: it appends tile to tile."""
 
 
-FAMILIES = {"deepseekocr": DEEPSEEK_OCR, "deepseekocr_2": DEEPSEEK_OCR_2}
-
-
-@pytest.fixture(scope="module", params=FAMILIES.values(), ids=list(FAMILIES))
-def family(request: pytest.FixtureRequest) -> SightedFamily:
+@pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
+def case(request: pytest.FixtureRequest) -> tuple[SightedFamily, Image.Image, tuple[int, int]]:
     return request.param
+
+
+@pytest.fixture(scope="module")
+def family(case: tuple[SightedFamily, Image.Image, tuple[int, int]]) -> SightedFamily:
+    return case[0]
+
+
+@pytest.fixture(scope="module")
+def shown(case: tuple[SightedFamily, Image.Image, tuple[int, int]]) -> list[Image.Image]:
+    """An image that is cut, and one that is not."""
+    return [case[1], SMALL]
 
 
 @pytest.fixture(scope="module")
@@ -47,20 +63,24 @@ def module(model_dir: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def images(model_dir: Path) -> list[ImagePatches]:
+def images(model_dir: Path, shown: list[Image.Image]) -> list[ImagePatches]:
     preprocessor = ImagePreprocessor(model_dir)
-    return [preprocessor.patches(one) for one in (WIDE, TALL, SMALL)]
+    return [preprocessor.patches(one) for one in shown]
 
 
 @pytest.fixture(scope="module")
-def features(family: SightedFamily, module: Any) -> list[mx.array]:
-    arrays = {name: mx.array(value) for name, value in family.pixels([WIDE, TALL, SMALL]).items()}
-    return view_features(module, arrays)
+def features(family: SightedFamily, module: Any, shown: list[Image.Image]) -> list[mx.array]:
+    """Those of the library, computed once."""
+    arrays = {name: mx.array(value) for name, value in family.pixels(shown).items()}
+    found = view_features(module, arrays)
+    mx.eval(found)
+    return found
 
 
-def test_features_of_tiles_are_bit_for_bit_those_of_the_library(family, model_dir, module, images, features):
+def test_features_of_tiles_are_bit_for_bit_those_of_the_library(case, model_dir, module, images, features):
     """Block by block, with everything between two blocks evaluated."""
-    assert [one.tiles for one in images] == [(1, 2), (4, 1), (0, 0)]
+    family, _, tiles = case
+    assert [one.tiles for one in images] == [tiles, (0, 0)]
     vision = VisionEncoder(
         make_tower(module, family.config["model_type"]), ImagePreprocessor(model_dir).normalization, 0
     )
@@ -73,12 +93,12 @@ def test_features_of_tiles_are_bit_for_bit_those_of_the_library(family, model_di
 
 
 @pytest.mark.night("the gate compares them in float32")
-def test_features_in_bfloat16_are_those_of_the_library_too(family, model_dir, images):
+def test_features_in_bfloat16_are_those_of_the_library_too(family, model_dir, shown, images):
     """As with published checkpoints, for which the library's processor rounds the pixels."""
     with small_towers():
         module: Any = load_model(model_dir)
     module.set_dtype(mx.bfloat16)
-    arrays = {name: mx.array(value) for name, value in family.pixels([WIDE]).items()}
+    arrays = {name: mx.array(value) for name, value in family.pixels(shown[:1]).items()}
     views = {name: arrays[name].astype(mx.bfloat16) for name in ("squares", "tiles")}
     vision = VisionEncoder(
         make_tower(module, family.config["model_type"]), ImagePreprocessor(model_dir).normalization, 0
@@ -87,16 +107,16 @@ def test_features_in_bfloat16_are_those_of_the_library_too(family, model_dir, im
     assert ours.dtype == mx.bfloat16 and mx.array_equal(ours, expected).item()
 
 
-def test_prompt_with_tiles_gets_the_tokens_of_the_library(family, model_dir, module, images):
+def test_prompt_with_tiles_gets_the_tokens_of_the_library(family, model_dir, module, shown, images, features):
     tokenizer = ChatTokenizer(model_dir)
     content = [text_part("See "), {"type": "image"}, text_part(" and "), {"type": "image"}, text_part(".")]
-    shown, pictures = (images[0], images[2]), [WIDE, SMALL]
-    placeholders = tokenizer.placeholders(shown)
+    placeholders = tokenizer.placeholders(images)
     messages = [{"role": "user", "content": content}]
     prompt = tokenizer.chat_prompt(messages, template_kwargs={}, placeholders=placeholders)
     sampling = SamplingParams(NUM_TOKENS, temperature=0.0, logprobs=0)
-    request = EngineRequest("one", prompt.token_ids, sampling, (), shown, boundaries=prompt.boundaries)
-    expected = reference(module, prompt.token_ids.tolist(), family.pixels(pictures), NUM_TOKENS, family)
+    request = EngineRequest("one", prompt.token_ids, sampling, (), tuple(images), boundaries=prompt.boundaries)
+    known = replace(family, embedder=lambda module, pixels: embedder_of(module, features))
+    expected = reference(module, prompt.token_ids.tolist(), family.pixels(shown), NUM_TOKENS, known)
     with small_towers():
         runner = load_cold(EngineConfig(model=str(model_dir)))
     driver = Driver(runner, EngineConfig.model_validate({"prefill_chunk_tokens": 200}))

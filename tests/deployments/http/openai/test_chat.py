@@ -356,6 +356,11 @@ def test_configured_alias_of_the_model_is_accepted(chat, backend, make_app):
     assert (response.status_code, response.json()["model"]) == (200, "org/demo")
 
 
+def test_usage_counts_the_tokens_of_all_choices(chat, backend):
+    backend.script = [TextDelta("Hel", 1), TextDelta("A", 2, "stop", index=1), TextDelta("lo", 4, "stop")]
+    assert chat(n=2).json()["usage"]["completion_tokens"] == 7
+
+
 def test_calls_and_thoughts_of_an_answer_have_their_own_fields(chat, backend):
     call = ToolCall("call_1", "f", '{"x": 1}')
     backend.script = [

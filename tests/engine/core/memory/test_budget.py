@@ -117,6 +117,16 @@ def test_a_reservation_for_choices_covers_each_row_and_the_shared_prompt():
     assert books.accounts.prefill_bytes == 0
 
 
+def test_the_bytes_that_a_row_s_sampling_needs_are_released_with_the_row():
+    books = budget_of(costs=replace(COSTS, ranked_bytes=1000))
+    asked, num_free = request("r"), books.free_bytes
+    [row] = rows(replace(asked, sampling=replace(asked.sampling, top_p=0.9)))
+    assert not books.reserve([row]) and books.free_bytes <= num_free - 1000
+    books.release_prefill(row)
+    books.release(row.id)
+    assert books.free_bytes == num_free and not books.accounts.row_bytes
+
+
 def test_a_failed_reservation_returns_the_missing_bytes_and_reserves_nothing():
     books = budget_of(11_800)
     [first] = rows(request("a"))

@@ -1,4 +1,4 @@
-"""Which experts CUDA's kernels take, and what their sources compute, on a CPU with a thread per lane.
+"""Which experts CUDA's kernels take, and what their sources compute, on a CPU, where the lanes take turns.
 
 The self-test checks their results on a GPU.
 """
@@ -46,10 +46,12 @@ def test_pairs_are_grouped_by_their_experts(cuda_on_cpu):
 
 @pytest.mark.parametrize("is_normalized", [True, False])
 def test_of_equal_logits_the_first_experts_are_chosen_and_of_unknown_ones_any(cuda_on_cpu, is_normalized):
-    logits = mx.array([[1.0, 3.0, 3.0, 2.0, 3.0], [0.0] * 5, [float("nan")] * 5])
-    indices, scores = (np.array(found) for found in qwen35_moe_cuda.choice(logits, 2, is_normalized))
-    assert indices[:2].tolist() == [[1, 2], [0, 1]]
-    assert ((indices >= 0) & (indices < 5)).all() and np.isnan(scores[2]).all()
+    """Of more experts than a warp has lanes."""
+    logits = np.full((3, 40), -np.inf, np.float32)
+    logits[0, [2, 34, 36, 37, 39]], logits[1], logits[2] = [1.0, 3.0, 3.0, 2.0, 3.0], 0.0, np.nan
+    indices, scores = (np.array(found) for found in qwen35_moe_cuda.choice(mx.array(logits), 2, is_normalized))
+    assert indices[:2].tolist() == [[34, 36], [0, 1]]
+    assert ((indices >= 0) & (indices < 40)).all() and np.isnan(scores[2]).all()
     others = np.exp([1.0, 2.0, 3.0]).sum()
     expected = [0.5, np.exp(3.0) / (others + 2 * np.exp(3.0))]
     np.testing.assert_allclose(scores[0], expected[0 if is_normalized else 1], rtol=1e-5)

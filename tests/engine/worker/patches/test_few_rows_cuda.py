@@ -1,4 +1,4 @@
-"""Which products CUDA's kernel for few rows takes, and what its source computes, on a CPU with a thread per lane.
+"""Which products CUDA's kernel for few rows takes, and what its source computes, on a CPU, where the lanes take turns.
 
 The self-test checks its results on a GPU.
 """
@@ -98,6 +98,20 @@ def test_the_kernel_s_source_computes_products_of_all_forms(on_cpu, monkeypatch,
     if kind == "output layer":
         monkeypatch.setattr(few_rows_cuda, "MANY_OUTPUTS", 36)
     assert few_rows_error(num_rows, size, 36, quantization) < 2e-2
+
+
+def test_a_row_of_more_numbers_than_its_block_has_fetched_ahead_is_multiplied_by_all(on_cpu, monkeypatch):
+    """Weights of 8 bits, of which eight warps fetch 1024 numbers ahead."""
+    monkeypatch.setattr(few_rows_cuda, "NARROW", 0)
+    layer = nn.QuantizedLinear.from_linear(nn.Linear(1088, 12, bias=False), group_size=64, bits=8)
+    layer.set_dtype(mx.bfloat16)
+    x = mx.random.normal((3, 1088), key=mx.random.key(0)).astype(mx.bfloat16)
+    weight = Weight.of(layer)
+    assert weight is not None and few_rows_cuda.is_supported(x, weight)
+    scales, biases = layer.scales.astype(mx.float32), layer["biases"].astype(mx.float32)
+    expected = x.astype(mx.float32) @ mx.dequantize(layer.weight, scales, biases, group_size=64, bits=8).T
+    found = few_rows_cuda.product(x, weight).astype(mx.float32)
+    assert mx.allclose(found, expected, rtol=0, atol=0.02 * float(mx.abs(expected).max()))
 
 
 @pytest.mark.parametrize("quantization", [{"group_size": 64, "bits": 4}, {"group_size": 32, "bits": 8}])
