@@ -19,6 +19,7 @@ from engine.worker.patches import (
     llama4_rows,
     mamba2_rows,
     mistral_scale,
+    mrope_sections,
     quantized_cuda,
     qwen4_rows,
     qwen35_layers_cuda,
@@ -42,6 +43,7 @@ def install(decodes: bool) -> None:
     llama4_rows.install()
     mamba2_rows.install()
     mistral_scale.install()
+    mrope_sections.install()
     qwen4_rows.install()
     row_positions.install()
     if not loader.on_gpu() or mx.cuda.is_available():

@@ -234,6 +234,7 @@ def is_supported(module: Any, x: mx.array) -> bool:
         and all(_is_form(layer, x.dtype) for layer in layers)
         and len({_bits(layer) for layer in layers[:2]}) == 1
         and len({array.shape for layer in layers[:2] for array in _arrays(layer)[-1:]}) == 1
+        and x.shape[-1] == module.gate_proj.input_dims
         and x.shape[-1] % COLUMNS == 0
         and module.down_proj.input_dims % COLUMNS == 0
     )

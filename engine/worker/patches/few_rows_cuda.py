@@ -68,6 +68,11 @@ class Weight(NamedTuple):
         return self.arrays[0].shape[0]
 
     @property
+    def num_inputs(self) -> int:
+        numbers = self.arrays[0].shape[1]
+        return numbers * 32 // self.bits if self.bits < UNQUANTIZED else numbers
+
+    @property
     def num_groups(self) -> int:
         """Number of scales of an output; 1 if the weight is not quantized."""
         return self.arrays[1].shape[1] if self.bits < UNQUANTIZED else 1
@@ -78,11 +83,11 @@ class Weight(NamedTuple):
 
 
 def is_supported(x: mx.array, weight: Weight) -> bool:
-    """Return whether the kernel computes x [..., in] times the weight."""
+    """Return whether the kernel computes x [..., in] times the weight; the library names sizes that do not match."""
     size, most = x.shape[-1], MAX_ROWS
     if weight.num_outputs >= MANY_OUTPUTS and weight.bits == UNQUANTIZED:
         most = ROWS
-    is_form = x.dtype in NAMES and weight.dtype == x.dtype and size % COLUMNS == 0
+    is_form = x.dtype in NAMES and weight.dtype == x.dtype and size == weight.num_inputs and size % COLUMNS == 0
     return is_form and x.size <= most * size and weight.num_outputs * size < MAX_SIZE
 
 

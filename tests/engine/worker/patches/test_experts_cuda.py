@@ -74,6 +74,7 @@ def test_experts_of_other_forms_are_the_library_s(layers):
     assert experts_cuda.is_supported(_module(layers), x)
     assert experts_cuda.is_supported(_module(layers, quantization=None), x)
     assert not experts_cuda.is_supported(_module(layers), x.astype(mx.float32))
+    assert not experts_cuda.is_supported(_module(layers), mx.concatenate([x, x], axis=-1))
     assert not experts_cuda.is_supported(_module(layers, bias=True), x)
     assert not experts_cuda.is_supported(_module(layers, activation=nn.GELU()), x)
     assert not experts_cuda.is_supported(_module(layers, quantization={**FOUR_BITS, "mode": "mxfp4"}), x)

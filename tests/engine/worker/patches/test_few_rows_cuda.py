@@ -13,7 +13,7 @@ import pytest
 
 from engine.worker.kernel_checks import few_rows_error
 from engine.worker.patches import few_rows_cuda, quantized_cuda
-from engine.worker.patches.few_rows_cuda import Weight
+from engine.worker.patches.few_rows_cuda import UNQUANTIZED, Weight
 from tests.support.night import some_at_night
 
 
@@ -46,6 +46,17 @@ def test_up_to_32_rows_are_taken(shape, num_outputs, taken, dtype):
 )
 def test_other_and_mixed_dtypes_are_the_library_s(of_rows, of_weights):
     assert not few_rows_cuda.is_supported(mx.zeros((2, 64), of_rows), Weight((mx.zeros((48, 64), of_weights),)))
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_rows_of_another_size_are_the_library_s_which_names_it(bits: int):
+    """A family is asked for its rope positions by wrong ones, which gave attention three times as many features."""
+    layer = nn.Linear(64, 48, bias=False)
+    layer.set_dtype(mx.bfloat16)
+    weight = Weight.of(layer if bits == UNQUANTIZED else nn.QuantizedLinear.from_linear(layer, 32, bits))
+    assert weight is not None and weight.num_inputs == 64
+    assert few_rows_cuda.is_supported(mx.zeros((1, 64), mx.bfloat16), weight)
+    assert not few_rows_cuda.is_supported(mx.zeros((1, 192), mx.bfloat16), weight)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -1,0 +1,36 @@
+"""Sections of M-RoPE's frequencies without `mx.split`, which a compiled step cannot have twice.
+
+mlx-vlm 0.7.10 splits cosines and sines of GLM-4V and PaddleOCR-VL in each layer, the same for all. MLX 0.32.4 merges
+equal operations when it compiles; of splits whose inputs were merged before it forgets outputs, and the call raises
+"_Map_base::at". So these families did not start on CUDA, where steps are compiled. It can be removed when `mx.compile`
+takes two splits of the same computed array.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import mlx.core as mx
+from mlx_vlm.models import rope_utils
+
+_library: Any = rope_utils._section_frequency_layout
+
+
+def sections(values: mx.array, mrope_section: Sequence[int]) -> mx.array:
+    """Return the values [B, 1, L, F] of each frequency's own axis.
+
+    Args:
+        values: Cosines or sines for time, height and width [3, B, L, F].
+        mrope_section: Numbers of frequencies of the three axes, which the F frequencies go through twice.
+    """
+    if len(mrope_section) != 3:
+        return _library(values, mrope_section)
+    bounds = [*accumulate([*mrope_section, *mrope_section][:-1], initial=0), values.shape[-1]]
+    pieces = [values[i % 3, ..., start:end] for i, (start, end) in enumerate(pairwise(bounds))]
+    return mx.concatenate(pieces, axis=-1)[:, None, :, :]
+
+
+def install() -> None:
+    """Replace the library's function. May be called several times."""
+    module: Any = rope_utils
+    module._section_frequency_layout = sections
