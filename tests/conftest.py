@@ -16,18 +16,26 @@ import gc
 import logging
 import os
 import re
+import socketserver
 import sys
 from collections.abc import Generator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from httpx._transports import default as httpx_transports
 
 from deployments.serve_run.environment import set_defaults
 from tests.schedule.durations import Recorder, longest_first, recorded
 from tests.schedule.groups import SERVERS, group_of
 
 set_defaults()
+# `shutdown` waits for the end of a poll: 0.5 s by default, longer than most tests of a cluster's servers need.
+socketserver.BaseServer.serve_forever.__defaults__ = (0.02,)
+# Each client of httpx reads the certificates of all authorities, which takes 65 ms of a slow core, also for HTTP.
+httpx_transports.create_ssl_context = cache(httpx.create_ssl_context)  # pyright: ignore[reportPrivateImportUsage]
 if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

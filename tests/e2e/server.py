@@ -25,7 +25,7 @@ SHIPPED_CONFIG = ROOT / "serve_config.yaml"
 START_TIMEOUT_S = 300.0  # half a minute on two idle cores
 STOP_TIMEOUT_S = 60.0
 
-MAX_RUNNING, MAX_QUEUE, DRAIN_S, SPARSE_THRESHOLD = 4, 12, 20.0, 512
+MAX_RUNNING, MAX_QUEUE, DRAIN_S, SPARSE_THRESHOLD = 4, 12, 10.0, 512
 """Settings of the small server. SPARSE_THRESHOLD: tokens."""
 SCORING_DEADLINE_S = 110.0
 """`spec_prefill.deadline_s` of the small server. Other test processes on its cores can make scoring 10 times slower."""

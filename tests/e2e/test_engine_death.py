@@ -42,7 +42,7 @@ def ask(messages: Any, max_tokens: int, **fields: Any) -> Ask:
     return Ask({**body, "stream_options": {"include_usage": True}} if body.get("stream") else body)
 
 
-def endless(animal: str, num_tokens: int = 1500, **fields: Any) -> Ask:
+def endless(animal: str, num_tokens: int = 600, **fields: Any) -> Ask:
     return ask(f"Tell me a story about a {animal}.", num_tokens, min_tokens=num_tokens, **fields)
 
 
@@ -240,7 +240,7 @@ async def overfill(server: ServeRun, http: httpx.Client) -> None:
     accepted, refused = Load(server.base_url), Load(server.base_url)
     before = await until(http, lambda status: not unrest(status))
     animals = ("fox", "cat", "dog", "owl")
-    accepted.send({f"running, {animal}": endless(animal, 800, stream=True) for animal in animals})
+    accepted.send({f"running, {animal}": endless(animal, 400, stream=True) for animal in animals})
     await until(http, lambda status: status["num_running"] == MAX_RUNNING)
     accepted.send({f"waiting {i}": ask("What is 12 + 30?", 32, stream=i % 2 == 0) for i in range(MAX_QUEUE)})
     await until(http, waits(MAX_QUEUE))

@@ -17,7 +17,7 @@ from tests.e2e.test_serving import wait_until_idle
 
 pytestmark = pytest.mark.server
 
-NUM_SCRAPES = 40
+NUM_SCRAPES = 20
 MAX_CPU_S = 0.03
 """Limit of the CPU time of the ingress per scrape with a call to the engine. On idle cores it is 8 ms, 2 to 3 of them
 for HTTP."""
@@ -90,7 +90,7 @@ def test_counters_are_those_of_the_clients(http: httpx.Client):
     before = scrape(http)
     expected: Counts = Counter()
     with ThreadPoolExecutor(6) as pool:
-        for counts in pool.map(lambda request: ask(http, request[0], **request[1]), requests() * 3):
+        for counts in pool.map(lambda request: ask(http, request[0], **request[1]), requests() * 2):
             expected.update(counts)
     after = scrape(http)
     new = {key: after[key] - before[key] for key in after if after[key] != before[key]}

@@ -120,7 +120,7 @@ def test_long_prompt_is_prefilled_sparsely_and_answered(client: openai.OpenAI, h
 
 
 def test_long_prompt_is_prefilled_sparsely_by_default_unless_scoring_saves_no_time(client: openai.OpenAI):
-    for seed in range(10, 14):
+    for seed in (10, 11):
         messages, right = needle(seed=seed)
         answer = ask(client, messages)
         found = report(answer)

@@ -17,7 +17,7 @@ from tests.e2e.test_serving import LONG
 pytestmark = pytest.mark.server
 
 EXIT_S = 120.0
-SHORT, ENDLESS = 60, 20_000
+SHORT, ENDLESS = 30, 20_000
 """Tokens. On two slow cores a dozen take a second, with three answers at once."""
 
 

@@ -137,7 +137,8 @@ def test_a_copy_that_is_cut_at_any_byte_is_a_prefix_and_goes_on(original: Origin
     original.run(b"INCRBY", b"n", b"7")
     before, num_bytes = path.read_bytes(), 0
     for num_bytes in range(2000):  # far more than the answer with its headers
-        original.hear(HOST)  # as a member does every few seconds: one that is silent gets no log
+        if num_bytes % 20 == 0:  # as a member does every few seconds: one that is silent gets no log
+            original.hear(HOST)
         way = Cut(original.server.port, num_bytes)
         try:
             is_last = pull(way.port, copy)

@@ -39,13 +39,19 @@ def chunk(kind: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
 
+@cache
+def packed_zeros(num_rows: int, row_bytes: int) -> bytes:
+    """Return so many rows of zero bytes, compressed."""
+    packer = zlib.compressobj(9)
+    row = bytes(row_bytes)
+    return b"".join(packer.compress(row) for _ in range(num_rows)) + packer.flush()
+
+
 def png(width: int, height: int, content: bytes | None = None, more: Iterable[bytes] = (), color: int = 0) -> bytes:
     """Grey by default. content: of the IDAT chunk; None: enough for all rows of one colour. more: chunks before it."""
     bytes_per_pixel = {0: 1, 2: 3, 6: 4}[color]
     if content is None:
-        packer = zlib.compressobj(9)
-        row = b"\0" * (1 + width * bytes_per_pixel)
-        content = b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
+        content = packed_zeros(height, 1 + width * bytes_per_pixel)
     header = struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0)
     return PNG_HEAD + chunk(b"IHDR", header) + b"".join(more) + chunk(b"IDAT", content) + chunk(b"IEND", b"")
 
@@ -58,7 +64,7 @@ def png_with(*more: bytes) -> bytes:
 
 def png_text_bomb(kind: bytes, num_mib: int) -> bytes:
     """Compressed text a thousand times as large as its chunk."""
-    packed = zlib.compress(bytes(num_mib * 2**20), 9)
+    packed = packed_zeros(num_mib, 2**20)
     head = {b"zTXt": b"a\0\0", b"iTXt": b"a\0\1\0\0\0", b"iCCP": b"a\0\0"}[kind]
     return png_with(chunk(kind, head + packed))
 
