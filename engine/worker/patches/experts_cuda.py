@@ -24,6 +24,9 @@ from engine.worker.patches.few_rows_kernel import NAMES, Form, Grouping, kernel_
 
 MAX_EXPERTS = 1024
 """More experts are the library's: the kernel that groups pairs has a thread for each."""
+MAX_TOKENS = 2**15
+"""The library has the experts of more tokens: a grid of CUDA has at most 65,535 blocks one below the other, enough for
+30 experts of each of so many tokens, and for adding up their results."""
 OUT_TILES = 4
 """Output tiles of a block."""
 
@@ -235,6 +238,7 @@ def is_supported(module: Any, x: mx.array) -> bool:
         and len({_bits(layer) for layer in layers[:2]}) == 1
         and len({array.shape for layer in layers[:2] for array in _arrays(layer)[-1:]}) == 1
         and x.shape[-1] == module.gate_proj.input_dims
+        and x.size <= MAX_TOKENS * x.shape[-1]
         and x.shape[-1] % COLUMNS == 0
         and module.down_proj.input_dims % COLUMNS == 0
     )
