@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 from engine.processing.anyres_grid import AnyresGrid
 from engine.processing.image_grid import ImageGrid
+from engine.processing.naflex_grid import NaFlexGrid
 from engine.processing.overlap_grid import OverlapGrid
 from engine.processing.pan_grid import PanGrid
 from engine.processing.patch_grid import PatchGrid, RasterGrid
@@ -19,6 +20,7 @@ KINDS: dict[str, type[ImageGrid]] = {
     kind.__name__: kind
     for kind in (
         AnyresGrid,
+        NaFlexGrid,
         OverlapGrid,
         PanGrid,
         PatchGrid,

@@ -20,6 +20,7 @@ from engine.processing.checkpoint import (
 )
 from engine.processing.image_file import ImageFile, ImageRefused, check_sides
 from engine.processing.image_grid import CutImage, ImageGrid
+from engine.processing.naflex_grid import NaFlexGrid
 from engine.processing.overlap_grid import OverlapGrid
 from engine.processing.pan_grid import PanGrid
 from engine.processing.patch_grid import PatchGrid, RasterGrid
@@ -42,6 +43,9 @@ QWEN_SETTINGS = (
 
 LFM2_SIZES = {"downsample_factor": 2, "tile_size": 512, "max_image_tokens": 256}
 """Settings of LFM2-VL that config.json has as well, and the library's values where it lacks them."""
+
+PHI4_PATCHES = {"min_num_patches": 256, "max_num_patches": 3600}
+"""Limits of Phi-4-reasoning-vision where config.json lacks them."""
 
 MAX_CROPS = 64
 """Most tiles or crops of an image: their arrangements are enumerated."""
@@ -416,6 +420,28 @@ def _deepseek_ocr_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -
     )
 
 
+def _phi4_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> NaFlexGrid:
+    """Return the grid with the limits of config.json, with which an image processor's own must agree."""
+    vision, tower = config["vision_config"], str(config.get("mm_vision_tower"))
+    if "naflex" not in tower.lower():
+        raise ValueError(f"mm_vision_tower is {tower}; supported are towers for images of any shape (naflex)")
+    patch_size = int(vision.get("patch_size", 14 if "patch14" in tower.lower() else 16))
+    sizes = {"patch_size": patch_size, **{key: int(config.get(key, most)) for key, most in PHI4_PATCHES.items()}}
+    for key, expected in sizes.items():
+        if settings.get(key, expected) != expected:
+            raise ValueError(f"the image processor has {key}: {settings[key]!r}; config.json means {expected}")
+    fewest, most = sizes["min_num_patches"], sizes["max_num_patches"]
+    if not 1 <= fewest <= most:
+        raise ValueError(f"min_num_patches is {fewest}; it must be between 1 and max_num_patches, {most}")
+    return NaFlexGrid(
+        patch_size=patch_size,
+        merge_size=1,
+        resample=int(settings["resample"]),
+        min_patches=fewest,
+        max_patches=most,
+    )
+
+
 def _tower_patches(config: Mapping[str, Any], side: int) -> tuple[int, int]:
     """Return the pixels per side of the vision tower's patches and images. Raises ValueError if `side` is not those."""
     sizes = (config["vision_config"][key] for key in ("patch_size", "image_size"))
@@ -440,6 +466,7 @@ GRIDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageGrid]] = 
     "llava_next": _llava_next_grid,
     "llava_onevision": _llava_onevision_grid,
     "molmo2": _molmo2_grid,
+    "phi4_siglip": _phi4_grid,
     "lfm2_vl": _lfm2_grid,
     "deepseek_ocr": _deepseek_ocr_grid,
     "deepseek_ocr_2": _deepseek_ocr_grid,

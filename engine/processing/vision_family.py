@@ -54,6 +54,8 @@ class VisionFamily:
     adds_beginning: bool = False
     """Whether the processor begins each prompt with the tokenizer's bos token, or its eos token if there is none, where
     the chat template does not."""
+    needs_processor: bool = True
+    """Whether a checkpoint must have the configuration of an image processor; else config.json has what it says."""
     is_plain: bool = False
     """Whether a prompt is the text of the messages where the checkpoint has no chat template."""
     deepstack: frozenset[str] = frozenset()
@@ -91,7 +93,7 @@ class VisionFamily:
             return "config.json has no vision_config"
         names = (processor.get(key) for key in PROCESSOR_KEYS)
         name = next((name for name in names if name is not None), None)
-        if name not in self.processors:
+        if name not in self.processors and (name is not None or self.needs_processor):
             return f"the image processor is {name}; supported are {', '.join(sorted(self.processors))}"
         if self.image_token is not None and image_token_id(config) is None:
             return f"config.json has no image_token_index, and the tokenizer no token {self.image_token}"
@@ -355,6 +357,22 @@ LFM2_VL = VisionFamily(
         "temporal_patch_size": 1,
     },
 )
+PHI4_SIGLIP = VisionFamily(
+    name="phi4_siglip",
+    model_types=frozenset(("phi4_siglip", "phi4-siglip")),
+    processors=_named("Siglip2") | {"Phi4VisionRProcessor", "Siglip2ImageProcessorNoUpscale"},
+    needs_processor=False,
+    placeholder=one_run,
+    image_token="<|dummy_0|>",  # the model has none of its own: the token is free, and features replace its embedding
+    in_text=lambda strings: f"{strings.image}\n",
+    setting_values={"do_resize": True},
+    config_values={
+        "mm_projector_type": "mlp2x_gelu",
+        "mm_vision_select_layer": -2,
+        "vision_config.hidden_act": "gelu_pytorch_tanh",
+    },
+    defaults={**HALF, "resample": 2, "temporal_patch_size": 1},
+)
 
 DEEPSEEK_OCR = VisionFamily(
     name="deepseek_ocr",
@@ -397,6 +415,7 @@ FAMILIES = (
     LLAVA_ONEVISION,
     MOLMO2,
     LFM2_VL,
+    PHI4_SIGLIP,
     DEEPSEEK_OCR,
     DEEPSEEK_OCR_2,
 )

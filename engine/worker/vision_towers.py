@@ -8,6 +8,7 @@ import numpy as np
 from engine.worker import square_towers
 from engine.worker.lfm2_tower import Lfm2Tower
 from engine.worker.molmo2_tower import Molmo2Tower
+from engine.worker.phi4_tower import Phi4Tower
 from engine.worker.view_towers import DeepseekOCR2Tower, DeepseekOCRTower
 from engine.worker.vision_tower import Grid, TowerState, VisionTower, filled_frames, frame_bounds, frames, square_grids
 
@@ -245,6 +246,8 @@ TOWERS: dict[str, type[VisionTower]] = {
     "mistral3": Mistral3Tower,
     "molmo2": Molmo2Tower,
     "paddleocr_vl": PaddleOCRTower,
+    "phi4-siglip": Phi4Tower,
+    "phi4_siglip": Phi4Tower,
     "pixtral": PixtralTower,
     "smolvlm": square_towers.Idefics3Tower,
     "qwen2_vl": Qwen2Tower,

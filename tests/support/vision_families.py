@@ -25,6 +25,7 @@ from tests.support.families.family import (
 from tests.support.families.vision import VISION_FAMILIES
 from tests.support.lfm2_family import LFM2_VL, UNDIVIDED
 from tests.support.molmo2_family import MOLMO2
+from tests.support.phi4_family import PHI4
 from tests.support.sighted_family import (
     IDS,
     IMAGE_SIZE,
@@ -244,6 +245,7 @@ SIGHTED: dict[str, SightedFamily] = {
     "molmo2": MOLMO2,
     "lfm2_vl": LFM2_VL,
     "lfm2-vl": UNDIVIDED,
+    "phi4-siglip": PHI4,
     "idefics3": idefics3("idefics3", text("llama"), seed=8),
     "smolvlm": idefics3("smolvlm", text("llama"), seed=8),
     "internvl": INTERNVL,
@@ -298,6 +300,11 @@ IN_WORDS: dict[str, tuple[str, str, str]] = {
         "patches of any shape, or tiles and a thumbnail of any shape",
         "one",
         "one run; or one per tile, each behind its row and column, and one of the thumbnail",
+    ),
+    "phi4_siglip": (
+        "patches of any shape, near the image's own size",
+        "one",
+        "one run, at the place of the image in the text",
     ),
     "llava_siglip": ("one square", "one", "one run of as many tokens for every image"),
     "deepseek_ocr": (

@@ -14,6 +14,7 @@ from engine.worker.patches import (
     molmo2_embedding,
     molmo2_tower,
     phi3small_blocks,
+    phi4_positions,
     recurrent_gemma_norm,
     rope_shapes,
 )
@@ -34,5 +35,6 @@ def correct() -> None:
     molmo2_embedding.install()
     molmo2_tower.install()
     phi3small_blocks.install()
+    phi4_positions.install()
     recurrent_gemma_norm.install()
     rope_shapes.install()

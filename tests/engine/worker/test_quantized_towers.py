@@ -20,6 +20,7 @@ from engine.worker.vision import VisionEncoder
 from engine.worker.vision_towers import make_tower
 from tests.support.lfm2_family import LFM2_VL
 from tests.support.molmo2_family import MOLMO2
+from tests.support.phi4_family import PHI4
 from tests.support.sighted_family import SightedFamily
 from tests.support.vision_zoo import image, make
 
@@ -27,7 +28,7 @@ PACKED: dict[str, Any] = {"group_size": 32, "bits": 8}
 PICTURES = (image(64, 40, seed=1), image(33, 64, seed=2))
 
 
-@pytest.fixture(params=[LFM2_VL, MOLMO2], ids=["lfm2_vl", "molmo2"])
+@pytest.fixture(params=[LFM2_VL, MOLMO2, PHI4], ids=["lfm2_vl", "molmo2", "phi4"])
 def family(request: pytest.FixtureRequest) -> SightedFamily:
     return request.param
 
@@ -58,7 +59,7 @@ def test_embeddings_of_patches_and_positions_may_be_quantized(family: SightedFam
     nn.quantize(module.vision_tower, **PACKED)
     kinds = {type(layer) for name, layer in module.vision_tower.named_modules() if "_embedding" in name}
     assert kinds & {nn.QuantizedLinear}, "the embedding of patches is quantized"
-    assert nn.QuantizedEmbedding in kinds or family is not LFM2_VL, "and so is that of LFM2's positions"
+    assert nn.QuantizedEmbedding in kinds or family is MOLMO2, "and so is that of positions"
     packed = features(path, module, family)
     leaves = module.vision_tower.leaf_modules()
     module.vision_tower.update_modules(tree_map(unpacked, leaves, is_leaf=nn.Module.is_module))
