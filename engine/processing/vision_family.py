@@ -359,7 +359,7 @@ LFM2_VL = VisionFamily(
 )
 PHI4_SIGLIP = VisionFamily(
     name="phi4_siglip",
-    model_types=frozenset(("phi4_siglip", "phi4-siglip")),
+    model_types=frozenset(("phi4-siglip",)),
     processors=_named("Siglip2") | {"Phi4VisionRProcessor", "Siglip2ImageProcessorNoUpscale"},
     needs_processor=False,
     placeholder=one_run,

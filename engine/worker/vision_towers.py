@@ -247,7 +247,6 @@ TOWERS: dict[str, type[VisionTower]] = {
     "molmo2": Molmo2Tower,
     "paddleocr_vl": PaddleOCRTower,
     "phi4-siglip": Phi4Tower,
-    "phi4_siglip": Phi4Tower,
     "pixtral": PixtralTower,
     "smolvlm": square_towers.Idefics3Tower,
     "qwen2_vl": Qwen2Tower,

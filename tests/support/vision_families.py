@@ -302,7 +302,7 @@ IN_WORDS: dict[str, tuple[str, str, str]] = {
         "one run; or one per tile, each behind its row and column, and one of the thumbnail",
     ),
     "phi4_siglip": (
-        "patches of any shape, near the image's own size",
+        "patches of any shape, about as many as the image has",
         "one",
         "one run, at the place of the image in the text",
     ),
