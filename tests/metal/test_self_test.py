@@ -29,6 +29,7 @@ print(json.dumps([{name: figure if isinstance(figure, str) else vars(figure) for
 
 OF_CUDA = (
     "products of few rows, 4 and 8 bits",
+    "products of experts",
     "decoder layers, same bits",
     "attention of decode steps",
     "cache of CUDA kernels",

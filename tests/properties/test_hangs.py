@@ -73,7 +73,7 @@ def arm(faults: Faults, name: str, hang: Callable[[], None]) -> Armed:
     return faults.arm(seam, hang, **when)
 
 
-LIMIT = "the limit is [12] s"
+LIMIT = r"the limit is [12](\.\d+)? s"
 """The first work of a shape may take twice the timeout."""
 
 

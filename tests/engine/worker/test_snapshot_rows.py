@@ -33,7 +33,7 @@ NUM_MORE_SCHEDULES = int(os.environ.get("ORCHARD_SCHEDULES", "0"))
 VOCAB = 512
 NUM_MORE = 9
 """Tokens that a next turn says behind an answer."""
-NUM_NEXT = 8
+NUM_NEXT = 10
 """Tokens of the next turn's answer that are compared."""
 STATE_TOLERANCE = 2e-4
 """Between what steps of a few tokens and what chunks of a prompt compute: the order of sums."""
