@@ -55,7 +55,7 @@ class VisionFamily:
     """Whether the processor begins each prompt with the tokenizer's bos token, or its eos token if there is none, where
     the chat template does not."""
     needs_processor: bool = True
-    """Whether a checkpoint must have the configuration of an image processor; else config.json has what it says."""
+    """Whether images need the configuration of an image processor; else config.json has the settings."""
     is_plain: bool = False
     """Whether a prompt is the text of the messages where the checkpoint has no chat template."""
     deepstack: frozenset[str] = frozenset()

@@ -27,7 +27,8 @@ class Lfm2Tower:
     def run_block(self, index: int, state: TowerState) -> None:
         views = self._views(state)
         if not index:  # the shape of a thumbnail is not known before
-            views = [view + self._positions(view) for view in views]
+            found = (interpolated_positions(self._embeddings, *view.shape[1:3]) for view in views)
+            views = [view + one.reshape(1, *view.shape[1:]) for view, one in zip(views, found, strict=True)]
         width = state.hidden.shape[-1]
         outputs = [self._layers[index](view.reshape(len(view), -1, width), mask=None) for view in views]
         state.hidden = mx.concatenate([output.reshape(-1, width) for output in outputs])
@@ -51,10 +52,12 @@ class Lfm2Tower:
         views = [hidden[:num_patches].reshape(tiles, height, width, -1)]
         return [*views, hidden[num_patches:].reshape(1, *state.thumbnail, -1)] if any(state.thumbnail) else views
 
-    def _positions(self, view: mx.array) -> mx.array:
-        """Return the interpolated position embeddings [1, height, width, hidden] of a view."""
-        _, height, width, hidden = view.shape
-        side = self._embeddings.position_embedding_size
-        table = self._embeddings.position_embedding(mx.arange(side * side)).reshape(side, side, -1)
-        resize = self._embeddings.resize_positional_embeddings
-        return resize(table, mx.array([[height, width]]), height * width).reshape(1, height, width, hidden)
+
+def interpolated_positions(embeddings: Any, height: int, width: int) -> mx.array:
+    """Return SigLIP 2's position embeddings [1, height * width, hidden] of an image with so many patches.
+
+    embeddings: The library's module, whose table may be quantized.
+    """
+    side = embeddings.position_embedding_size
+    table = embeddings.position_embedding(mx.arange(side * side)).reshape(side, side, -1)
+    return embeddings.resize_positional_embeddings(table, mx.array([[height, width]]), height * width)

@@ -4,6 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from engine.worker.lfm2_tower import interpolated_positions
 from engine.worker.vision_tower import Grid, TowerState, square_grids
 
 
@@ -21,7 +22,7 @@ class Phi4Tower:
     def begin(self, pixels: mx.array, grid: Grid) -> TowerState:
         patches = pixels.transpose(0, 2, 3, 1).reshape(1, len(pixels), -1)
         hidden = self._embeddings.patch_embedding(patches.astype(self._norm.weight.dtype))
-        return TowerState(hidden + self._positions(grid), grid)
+        return TowerState(hidden + interpolated_positions(self._embeddings, *grid[1:]), grid)
 
     def run_block(self, index: int, state: TowerState) -> None:
         state.hidden = self._layers[index](state.hidden, mask=None)
@@ -31,10 +32,3 @@ class Phi4Tower:
 
     def probe_grids(self) -> list[Grid]:
         return square_grids(merge_size=1)
-
-    def _positions(self, grid: Grid) -> mx.array:
-        """Return the interpolated position embeddings [1, height * width, hidden] of an image."""
-        _, height, width = grid
-        side = self._embeddings.position_embedding_size
-        table = self._embeddings.position_embedding(mx.arange(side * side)).reshape(side, side, -1)
-        return self._embeddings.resize_positional_embeddings(table, mx.array([[height, width]]), height * width)

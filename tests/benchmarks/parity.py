@@ -9,7 +9,7 @@ five best tokens up to there; alone, and with all prompts at once. The library g
 in the dtype that the engine computes in, before any patch of this project is installed but for those that correct its
 results. What the dtype explains follows from the library alone: the same positions by `generate_step` and by one
 forward over the whole sequence differ by rounding (engine/self_test/agreement.py has the rule). The status is 1 if any
-difference is larger.
+difference is larger, or nothing could be compared.
 
 --zoo writes a tiny random checkpoint of each family of tests/support/families/ to a temporary folder, and prints one
 row for all prompts of a family; with --bits their weights are quantized. On a device that runs a family only in part,
@@ -223,7 +223,7 @@ def zoo_cases(
         bits: Quantize weights of float32 families with so many bits, in groups of 32.
 
     Returns:
-        Each family's case; the row of a family that the library itself cannot compute.
+        Each family's case; the row of a family that the library itself cannot compute, or that the engine refuses.
     """
     for name in names:
         family = FAMILIES[name]
@@ -235,7 +235,8 @@ def zoo_cases(
             requests = [greedy(turn, one.token_ids, len(one.answer.tokens)) for turn, one in turns.items()]
             yield library_case(name, changed(config, model=str(path)), requests)
         except Exception as error:  # the other families are still compared
-            yield failed_row(name, "library", error, Status.SKIP)
+            status = Status.FAIL if isinstance(error, EngineFailed) else Status.SKIP
+            yield failed_row(name, "library", error, status)
 
 
 def failed_row(name: str, arm: str, error: Exception, status: Status) -> list[str]:
@@ -290,7 +291,7 @@ def main() -> int:
     print(table(COLUMNS, rows))
     counts = {status: sum(row[-1] == status for row in rows) for status in Status}
     print(", ".join(f"{count} {status}" for status, count in counts.items() if count))
-    return int(counts[Status.FAIL] > 0)
+    return int(counts[Status.FAIL] > 0 or not dtypes)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ DEMO = EngineConfig()
 
 
 class Books:
-    """An engine whose bytes are compared with its budget after each step, and at the step's peak.
+    """Run an engine, and compare the bytes in use with its budget after each step, and the peak of each step.
 
     Attributes:
         peak: Most bytes within a step, without one step's intermediate results, which a late device holds beside those

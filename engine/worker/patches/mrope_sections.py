@@ -1,9 +1,9 @@
 """Sections of M-RoPE's frequencies without `mx.split`, which a compiled step cannot have twice.
 
-mlx-vlm 0.7.10 splits cosines and sines of GLM-4V and PaddleOCR-VL in each layer, the same for all. MLX 0.32.4 merges
-equal operations when it compiles; of splits whose inputs were merged before it forgets outputs, and the call raises
-"_Map_base::at". So these families did not start on CUDA, where steps are compiled. It can be removed when `mx.compile`
-takes two splits of the same computed array.
+mlx-vlm 0.7.10 splits cosines and sines of GLM-4V and PaddleOCR-VL in each layer, the same for all. Two splits of an
+array that was multiplied by a number, as these are, make a function that MLX 0.32.4 has compiled raise "_Map_base::at".
+So these families did not start on CUDA, where steps are compiled. It can be removed when `mx.compile` takes two such
+splits, for which the test looks.
 """
 
 from collections.abc import Sequence

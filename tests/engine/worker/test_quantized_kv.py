@@ -117,7 +117,7 @@ def test_unpacked_values_are_exactly_those_of_the_library(bits, head_dim, group_
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_keys_and_values_of_unlike_sizes_are_packed_each_by_its_own(bits):
-    """Of latent attention: latents, and the rotated part of the keys."""
+    """Latent attention stores latents, and the rotated parts of the keys beside them."""
     sizes = {128: 64, 32: 32}
     keys, values = (mx.random.normal((1, 1, 7, size), key=mx.random.key(size)) for size in sizes)
     form = KVFormat.of(keys, values, bits)

@@ -46,7 +46,7 @@ def test_pairs_are_grouped_by_their_experts(cuda_on_cpu):
 
 @pytest.mark.parametrize("is_normalized", [True, False])
 def test_of_equal_logits_the_first_experts_are_chosen_and_of_unknown_ones_any(cuda_on_cpu, is_normalized):
-    """Of more experts than a warp has lanes."""
+    """There are more experts than a warp has lanes."""
     logits = np.full((3, 40), -np.inf, np.float32)
     logits[0, [2, 34, 36, 37, 39]], logits[1], logits[2] = [1.0, 3.0, 3.0, 2.0, 3.0], 0.0, np.nan
     indices, scores = (np.array(found) for found in qwen35_moe_cuda.choice(mx.array(logits), 2, is_normalized))
