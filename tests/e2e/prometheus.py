@@ -69,6 +69,14 @@ class Prometheus:
             jobs.setdefault(target["labels"]["job"], []).append(target)
         return jobs
 
+    def scrapes(self) -> list[str]:
+        """Tell how the last scrape of each address ended."""
+        return [
+            f"{target['scrapeUrl']} {target['health']} after {target['lastScrapeDuration']} s {target['lastError']}"
+            for targets in self.targets().values()
+            for target in targets
+        ]
+
     def stop(self) -> None:
         self._http.close()
         self._process.terminate()
