@@ -99,6 +99,7 @@ class EngineCore:
             evictable=self._evictable,
             prefixes=self.prefixes,
             has_bursts=runner.no_bursts is None,
+            whole_image_token=runner.image_token_id if runner.whole_images else None,
         )
         self.scheduler = Scheduler(context, self.stats)
         self._loads = LoadRecorder(clock, self.scheduler, self.prefixes, self.costs)

@@ -8,6 +8,7 @@ from engine.core.prompt import Prompt
 from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts, ImageLeft, PromptChunk
 from engine.core.scheduler_context import SchedulerContext
+from engine.core.whole_images import undivided
 
 MIN_IDLE_STEP_S, MAX_IDLE_STEP_S = 0.25, 1.5
 """Bounds in seconds of a step's prefill time while no row decodes: new requests and aborts wait for the end of the
@@ -60,6 +61,7 @@ class PrefillScheduler:
         self._evictable = context.evictable
         self._prefixes = context.prefixes
         self._has_bursts = context.has_bursts
+        self._whole_image_token = context.whole_image_token
         self._running = running
         self._order = PrefillOrder(context.costs)
 
@@ -149,9 +151,13 @@ class PrefillScheduler:
                 step.close()
                 return 0
         self._budget.end_chunk()
-        wanted = max(wanted, 1)
+        wanted = self._undivided(row, max(wanted, 1))
         num_tokens = self._budget.reserve_chunk(row, wanted)
-        return num_tokens if num_tokens == wanted else self._enlarged_chunk(row, num_tokens, wanted)
+        if num_tokens < wanted:
+            num_tokens = self._enlarged_chunk(row, num_tokens, wanted)
+        if (whole := self._undivided(row, num_tokens)) > num_tokens:  # the prompt has memory for each of its images
+            self._budget.reserve_chunk(row, whole, least=whole)
+        return whole
 
     def image_blocks(self, image: ImageLeft) -> int:
         """Return how many vision tower blocks the image's next piece computes; 0 if the step ends before it."""
@@ -200,6 +206,12 @@ class PrefillScheduler:
         self.step.use(0, seconds)
         self._order.record(prompt, seconds)
         self._costs.record_image(image.num_patches, num_blocks / image.depth, device_s)
+
+    def _undivided(self, row: Row, num_tokens: int) -> int:
+        """Return the size of a chunk that divides no image, where the model does not allow it; see whole_images.py."""
+        if self._whole_image_token is None or not row.spec.images:
+            return num_tokens
+        return undivided(row, num_tokens, self._whole_image_token)
 
     def _ready(self) -> list[Prompt]:
         """Return the most urgent prompts that may advance now, in the order of their admission."""

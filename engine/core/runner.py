@@ -158,6 +158,8 @@ class ModelRunner(Protocol):
     capabilities: dict[str, Any]
     image_token_id: int | None
     """The placeholder of images in prompts; None for a text model."""
+    whole_images: bool
+    """Whether the tokens of an image see each other, so that no chunk may end among them."""
     snapshots_prefixes: bool
     """Whether `snapshot` can return the state after fewer tokens of a prompt than are computed."""
     no_sparse: str | None

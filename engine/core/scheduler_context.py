@@ -54,3 +54,5 @@ class SchedulerContext:
     """Cached prefixes of prompts."""
     has_bursts: bool
     """Whether several prompts can be computed in one forward."""
+    whole_image_token: int | None = None
+    """The placeholder of images that no chunk may divide; None if there are none."""

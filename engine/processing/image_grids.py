@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 
 from engine.processing.anyres_grid import AnyresGrid
+from engine.processing.area_grid import AreaGrid
 from engine.processing.image_grid import ImageGrid
 from engine.processing.naflex_grid import NaFlexGrid
 from engine.processing.overlap_grid import OverlapGrid
@@ -20,6 +21,7 @@ KINDS: dict[str, type[ImageGrid]] = {
     kind.__name__: kind
     for kind in (
         AnyresGrid,
+        AreaGrid,
         NaFlexGrid,
         OverlapGrid,
         PanGrid,

@@ -61,6 +61,18 @@ def gemma3_begin(strings: SpecialStrings) -> str:
     return strings.named("boi_token_index", "<start_of_image>")
 
 
+def in_gemma4(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    """One run between two tokens, as Gemma 4 has it."""
+    begin, end = gemma4_marks(strings, {})
+    return ImagePlaceholder(f"{begin}{strings.image}{end}", (image.num_tokens,))
+
+
+def gemma4_marks(strings: SpecialStrings, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the tokens around an image of Gemma 4."""
+    yield strings.named("boi_token", "<|image>")
+    yield strings.named("eoi_token", "<image|>")
+
+
 def in_rows(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
     """One run per row of tokens, as Pixtral has it."""
     _, height, width = image.grid_thw

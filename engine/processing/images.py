@@ -11,6 +11,7 @@ from PIL import Image
 
 from engine.errors import EngineFailed, InvalidRequest
 from engine.processing.anyres_grid import AnyresGrid
+from engine.processing.area_grid import AreaGrid
 from engine.processing.checkpoint import (
     image_processor_config,
     images_unsupported_reason,
@@ -43,6 +44,9 @@ QWEN_SETTINGS = (
 
 LFM2_SIZES = {"downsample_factor": 2, "tile_size": 512, "max_image_tokens": 256}
 """Settings of LFM2-VL that config.json has as well, and the library's values where it lacks them."""
+
+GEMMA4_SIZES = {"patch_size": 16, "pooling_kernel_size": 3}
+"""Settings of Gemma 4 that config.json has as well, and the library's values where it lacks them."""
 
 PHI4_PATCHES = {"min_num_patches": 256, "max_num_patches": 3600}
 """Limits of Phi-4-reasoning-vision where config.json lacks them."""
@@ -229,6 +233,19 @@ def _gemma3_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Squa
     if min(limits.values()) < 1:
         raise ValueError(f"the limits of pan-and-scan are {limits}; each must be at least 1")
     return PanGrid(**square, **limits)
+
+
+def _gemma4_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> AreaGrid:
+    vision = {**GEMMA4_SIZES, **config["vision_config"]}
+    for key in GEMMA4_SIZES:
+        if settings[key] != vision[key]:
+            raise ValueError(f"its {key} is {settings[key]}; the vision tower takes {vision[key]}")
+    return AreaGrid(
+        patch_size=int(settings["patch_size"]),
+        merge_size=int(settings["pooling_kernel_size"]),
+        resample=int(settings["resample"]),
+        most_tokens=int(settings["max_soft_tokens"]),
+    )
 
 
 def _pixtral_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> RowGrid:
@@ -457,6 +474,7 @@ GRIDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageGrid]] = 
     "paddleocr": _paddleocr_grid,
     "dots_ocr": _qwen_grid,
     "gemma3": _gemma3_grid,
+    "gemma4": _gemma4_grid,
     "pixtral": _pixtral_grid,
     "idefics3": _idefics3_grid,
     "internvl": _internvl_grid,

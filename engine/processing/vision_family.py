@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from engine.processing import deepseek_ocr
 from engine.processing.image_placeholder import (
@@ -10,8 +10,10 @@ from engine.processing.image_placeholder import (
     SpecialStrings,
     crop_marks,
     gemma3_begin,
+    gemma4_marks,
     in_crops,
     in_gemma3,
+    in_gemma4,
     in_internvl,
     in_marked_tiles,
     in_rows,
@@ -27,6 +29,9 @@ QWEN_PROCESSORS = frozenset(
     f"Qwen{generation}VLImageProcessor{backend}" for generation in ("2", "2_5", "3") for backend in ("", "Fast", "Pil")
 )
 """Class names of the Qwen2-VL image processor; those of later generations are mlx-vlm's, in converted checkpoints."""
+
+LayerKind = Literal["full", "window"]
+"""Attention layers: those that see all tokens before, and those with a sliding window."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,9 @@ class VisionFamily:
     """Those of model_types that read videos as groups of frames with their times."""
     unsupported_settings: tuple[str, ...] = ()
     """Settings of the image processor that must be off."""
+    both_ways: Callable[[Mapping[str, Any]], frozenset[LayerKind]] = lambda config: frozenset()
+    """Returns, by config.json, in which layers the tokens of a run see each other; in all others each of them sees
+    those before it."""
     required_keys: tuple[str, ...] = ()
     """Keys of config.json that must not be missing; keys of its parts have dots between them."""
     setting_values: Mapping[str, Any] = field(default_factory=dict)
@@ -149,6 +157,12 @@ def _named(*stems: str) -> frozenset[str]:
     return frozenset(f"{stem}ImageProcessor{backend}" for stem in stems for backend in ("", "Fast", "Pil"))
 
 
+def _gemma4_layers(config: Mapping[str, Any]) -> frozenset[LayerKind]:
+    """Return the layers with a window, as transformers does, which the library does for all layers."""
+    is_on = _at(config, "text_config.use_bidirectional_attention", None) == "vision"
+    return frozenset(("window",)) if is_on else frozenset()
+
+
 HALF = {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3}
 
 QWEN_VL = VisionFamily(
@@ -165,6 +179,7 @@ GEMMA3 = VisionFamily(
     processors=_named("Gemma3"),
     placeholder=in_gemma3,
     marker=gemma3_begin,
+    both_ways=lambda config: frozenset(("full", "window")),
     defaults={
         **HALF,
         "size": {"height": 224, "width": 224},
@@ -173,6 +188,26 @@ GEMMA3 = VisionFamily(
         "pan_and_scan_min_crop_size": 256,
         "pan_and_scan_max_num_crops": 4,
         "pan_and_scan_min_ratio_to_activate": 1.2,
+    },
+)
+GEMMA4 = VisionFamily(
+    name="gemma4",
+    model_types=frozenset(("gemma4",)),
+    processors=_named("Gemma4"),
+    placeholder=in_gemma4,
+    marks=gemma4_marks,
+    both_ways=_gemma4_layers,
+    setting_values={"do_resize": True},
+    config_values={"vision_config.hidden_activation": "gelu_pytorch_tanh"},
+    defaults={
+        "patch_size": 16,
+        "pooling_kernel_size": 3,
+        "max_soft_tokens": 280,
+        "resample": 3,
+        "temporal_patch_size": 1,
+        "do_normalize": False,
+        "image_mean": (0.0,) * 3,
+        "image_std": (1.0,) * 3,
     },
 )
 GLM_V = VisionFamily(
@@ -405,6 +440,7 @@ FAMILIES = (
     PADDLEOCR,
     DOTS_OCR,
     GEMMA3,
+    GEMMA4,
     PIXTRAL,
     IDEFICS3,
     INTERNVL,

@@ -1,6 +1,7 @@
 """The language model as the runner uses it: one forward, with explicit positions where the model takes them."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +12,9 @@ from mlx_vlm.models.cache import make_prompt_cache
 
 from engine.config import MTPExact
 from engine.errors import EngineFailed
+from engine.processing.vision_family import LayerKind
 from engine.worker import quantized_kv
+from engine.worker.image_attention import both_ways
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.layer_caches import as_taken, row_caches
 from engine.worker.layer_outputs import LayerOutputs
@@ -29,22 +32,42 @@ class ImageChunk:
     deepstack: mx.array
     """[n, num_deepstack * hidden], added to the image tokens' hidden states after each of the first layers; of width 0
     without deepstack features."""
+    both_ways: frozenset[LayerKind] = frozenset()
+    """Layers in which image tokens that follow one another see each other."""
+    per_layer: mx.array | None = None
+    """[1, L, layers, width], see `LanguageModel.per_layer_inputs`."""
 
     def but_last(self) -> "ImageChunk":
         """Return the chunk without its last token."""
         length = self.embeds.shape[1] - 1
         num_left = int(np.searchsorted(self.places, length))
-        return ImageChunk(self.embeds[:, :length], self.places[:num_left], self.deepstack[:num_left])
+        return ImageChunk(
+            self.embeds[:, :length],
+            self.places[:num_left],
+            self.deepstack[:num_left],
+            self.both_ways,
+            None if self.per_layer is None else self.per_layer[:, :length],
+        )
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of the model's layers."""
         length, hidden = self.embeds.shape[1:]
-        if not self.deepstack.shape[-1]:
-            return {"inputs_embeds": self.embeds}
-        is_image = np.zeros((1, length), bool)
-        is_image[0, self.places] = True
-        layers = mx.split(self.deepstack, self.deepstack.shape[-1] // hidden, axis=-1)
-        return {"inputs_embeds": self.embeds, "visual_pos_masks": is_image, "deepstack_visual_embeds": layers}
+        found: dict[str, Any] = {"inputs_embeds": self.embeds}
+        if self.per_layer is not None:
+            found["per_layer_inputs"] = self.per_layer
+        if self.deepstack.shape[-1]:
+            is_image = np.zeros((1, length), bool)
+            is_image[0, self.places] = True
+            layers = mx.split(self.deepstack, self.deepstack.shape[-1] // hidden, axis=-1)
+            found |= {"visual_pos_masks": is_image, "deepstack_visual_embeds": layers}
+        return found
+
+
+def _masked(chunk: ImageChunk | None, cache: SequenceCache) -> AbstractContextManager[None]:
+    """Let a row's caches mask the images of a chunk as the model's family does."""
+    if chunk is None or not chunk.both_ways:
+        return nullcontext()
+    return both_ways(cache, chunk.places, chunk.embeds.shape[1], chunk.both_ways)
 
 
 EMBEDDINGS = ("embed_tokens", "embeddings", "wte")
@@ -231,6 +254,26 @@ class LanguageModel:
         """Embed tokens: [B, L] -> [B, L, hidden]."""
         return self._embedding(token_ids)
 
+    def embed_for_layers(self, token_ids: mx.array) -> mx.array:
+        """Embed tokens as the layers take them beside image features. Those of Gemma 4 scale only what they embed."""
+        return self.embed(token_ids) * getattr(self._layers, "embed_scale", 1.0)
+
+    def per_layer_inputs(self, token_ids: mx.array, places: np.ndarray) -> mx.array | None:
+        """Return what each layer of Gemma 4's small models reads of tokens [1, L]; None for other models.
+
+        Image tokens are padding there, as in both libraries.
+
+        Args:
+            token_ids: int32 [1, L].
+            places: Where the image tokens are.
+        """
+        layers = self._layers
+        if not getattr(layers, "hidden_size_per_layer_input", 0):
+            return None
+        is_image = np.zeros((1, token_ids.shape[1]), bool)
+        is_image[0, places] = True
+        return layers.get_per_layer_inputs(mx.where(mx.array(is_image), layers.config.pad_token_id, token_ids))
+
     @property
     def num_embeddings(self) -> int:
         """Number of token ids that have an embedding. Raises EngineFailed if the tables have unknown names."""
@@ -318,15 +361,16 @@ class LanguageModel:
         self, token_ids: mx.array, chunk: ImageChunk | None, cache: list, positions: np.ndarray, launch: bool
     ) -> mx.array | None:
         images = {} if chunk is None else chunk.arguments()
-        if not self._wants_hidden:
-            self.lm(  # lazy: only the cache is ever evaluated
-                token_ids, cache=self._nested(cache), **images, **self._flat(positions)
-            )
-            hidden = None
-        elif not self.explicit_positions:
-            hidden = self._states(token_ids, cache, positions)
-        else:
-            hidden = self._hidden(token_ids, cache, mx.array(positions), **images)
+        with _masked(chunk, cache):
+            if not self._wants_hidden:
+                self.lm(  # lazy: only the cache is ever evaluated
+                    token_ids, cache=self._nested(cache), **images, **self._flat(positions)
+                )
+                hidden = None
+            elif not self.explicit_positions:
+                hidden = self._states(token_ids, cache, positions)
+            else:
+                hidden = self._hidden(token_ids, cache, mx.array(positions), **images)
         if launch:
             mx.async_eval([layer.state for layer in cache])
         return hidden
@@ -358,7 +402,8 @@ class LanguageModel:
             return self.logits(select(hidden)), self._read(hidden)
         if self.selects_positions:
             images = {} if chunk is None else chunk.arguments()
-            logits = self._selected_logits(token_ids, cache, select, images | self._flat(positions))
+            with _masked(chunk, cache):
+                logits = self._selected_logits(token_ids, cache, select, images | self._flat(positions))
             return logits, self._read()
         before = None
         if token_ids.shape[1] > 1:

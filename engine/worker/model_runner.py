@@ -125,7 +125,7 @@ class MLXRunner:
         self.drafts: Sequence[Drafts]
         self.no_drafts: Mapping[Proposer, str]
         self.drafts, self.no_drafts = drafts_offered(config, self._head, model.mtp_status, self._language_model)
-        self.image_token_id = self._prefill.image_token_id
+        self.image_token_id, self.whole_images = self._prefill.image_token_id, bool(self._prefill.both_ways)
         self.snapshots_prefixes = paths.prefix_snapshots is None and self._head is None
         self.no_sparse = paths.sparse_prefill
         self.no_pooling = self._language_model.states_unsupported_reason()
@@ -410,7 +410,7 @@ class MLXRunner:
         normalization = PatchNormalization.of(settings)
         has_crops = bool(settings.get("do_pan_and_scan"))
         tower = make_tower(model.module, model.config["model_type"], has_crops)
-        return VisionEncoder(tower, normalization, config.vision_cache_mb * 2**20)
+        return VisionEncoder(tower, normalization, config.vision_cache_mb * 2**20, family.both_ways(model.config))
 
 
 def _check_reranker(model: loader.LoadedModel, language_model: LanguageModel) -> None:

@@ -101,6 +101,7 @@ class Prefill:
         self._head = head
         self._vision = vision
         self.image_token_id = image_token_id
+        self.both_ways = frozenset() if vision is None else vision.both_ways
         self._slots_like: list[KeysValues] = []  # one token's keys and values per attention layer, once known
 
     def begin(self, request: Row) -> PromptState:
@@ -262,12 +263,15 @@ class Prefill:
         first, last = np.searchsorted(prompt.image_index, (start, end))
         if first == last:
             return None
-        embeds = self._language_model.embed(token_ids)
+        embeds = self._language_model.embed_for_layers(token_ids)
         assert prompt.all_features is not None
         skipped, places = prompt.num_image_tokens_restored, prompt.image_index[first:last] - start
         features = prompt.all_features[int(first) - skipped : int(last) - skipped].astype(embeds.dtype)
         embeds[0, mx.array(places)] = features[:, : embeds.shape[-1]]
-        return ImageChunk(embeds, places, features[:, embeds.shape[-1] :])
+        if self.both_ways and end in prompt.image_index:
+            assert end - 1 not in prompt.image_index, "the scheduler ends no chunk inside an image"
+        per_layer = self._language_model.per_layer_inputs(token_ids, places)
+        return ImageChunk(embeds, places, features[:, embeds.shape[-1] :], self.both_ways, per_layer)
 
     def _positions(self, ids: np.ndarray, images: tuple[ImagePatches, ...]) -> tuple[np.ndarray, int]:
         if not self._language_model.explicit_positions:

@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.processing.patch_normalization import PatchNormalization
+from engine.processing.vision_family import LayerKind
 from engine.protocol import ImagePatches
 from engine.worker.vision_tower import Grid, TowerState, VisionTower
 
@@ -31,9 +32,18 @@ class VisionEncoder:
         tower: The model's vision tower.
         normalization: Normalization of the pixels.
         max_bytes: Limit of the cached features.
+        both_ways: Layers of the language model in which the tokens of an image see each other; with any, no chunk of a
+            prompt may end among them.
     """
 
-    def __init__(self, tower: VisionTower, normalization: PatchNormalization, max_bytes: int):
+    def __init__(
+        self,
+        tower: VisionTower,
+        normalization: PatchNormalization,
+        max_bytes: int,
+        both_ways: frozenset[LayerKind] = frozenset(),
+    ):
+        self.both_ways = both_ways
         self._tower = tower
         self._norm = normalization
         self._max_bytes = max_bytes

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.worker import square_towers
+from engine.worker.gemma4_tower import Gemma4Tower
 from engine.worker.lfm2_tower import Lfm2Tower
 from engine.worker.molmo2_tower import Molmo2Tower
 from engine.worker.phi4_tower import Phi4Tower
@@ -232,6 +233,7 @@ TOWERS: dict[str, type[VisionTower]] = {
     "deepseekocr_2": DeepseekOCR2Tower,
     "dots_ocr": DotsTower,
     "gemma3": square_towers.Gemma3Tower,
+    "gemma4": Gemma4Tower,
     "glm4v": GlmTower,
     "glm4v_moe": GlmTower,
     "glm_ocr": GlmOcrTower,

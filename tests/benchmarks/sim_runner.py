@@ -229,6 +229,7 @@ class ClockRunner:
     vocab_size = num_embeddings = VOCAB_SIZE
     image_token_id: int | None = None
     snapshots_prefixes = False
+    whole_images = False
     no_sparse: str | None = "no sparse plans in the simulation"
     no_pooling: str | None = "no embeddings in the simulation"
     no_bursts: str | None = None

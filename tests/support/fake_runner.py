@@ -47,6 +47,7 @@ class NoSnapshots:
     """The part of a ModelRunner that keeps no states: nothing is stored in the prefix cache."""
 
     image_token_id: int | None = None
+    whole_images = False
     snapshots_prefixes = False
     no_sparse: str | None = None
     no_pooling: str | None = None
@@ -141,6 +142,7 @@ class FakeRunner:
         self.drafts: Sequence[Drafts] = tuple(Drafts(k) for k in range(1, max_draft_tokens + 1))
         self.no_drafts: Mapping[Proposer, str] = {} if max_draft_tokens else {"mtp": "the fake has none"}
         self.image_token_id: int | None = None
+        self.whole_images = False
         self.snapshots_prefixes = False
         self.no_sparse: str | None = None
         self.no_pooling: str | None = None

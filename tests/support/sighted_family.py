@@ -43,6 +43,8 @@ class SightedFamily:
         embedder: Returns the function that embeds a prompt, for a library's model that takes one image per prompt.
         built: Context in which the library builds the model.
         rounded: Rounds normalised pixels as the library's processor does, and here the tower.
+        both_ways: Layers, "full" and "window", in which transformers lets the tokens of an image see each other, which
+            the library does not.
     """
 
     config: dict[str, Any]
@@ -58,6 +60,7 @@ class SightedFamily:
     embedder: Callable[[Any, dict[str, Any]], Callable[[Any], Any]] | None = None
     built: Callable[[], AbstractContextManager[None]] = nullcontext
     rounded: Callable[[np.ndarray], np.ndarray] = lambda pixels: pixels
+    both_ways: frozenset[str] = frozenset()
 
 
 def sighted(model_type: str, text_config: dict[str, Any], vision: dict[str, Any], **more: Any) -> dict[str, Any]:

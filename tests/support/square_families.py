@@ -49,7 +49,8 @@ GEMMA3 = SightedFamily(
     prepared(Gemma3ImageProcessorPil, GEMMA3_PROCESSOR, "pixel_values"),
     one_square(4, "\n\n<start>{}<end>\n\n"),
     "<start>",
-    seed=7,
+    seed=8,
+    both_ways=frozenset(("full", "window")),
 )
 PANNED_PROCESSOR = {
     **GEMMA3_PROCESSOR,
@@ -71,7 +72,7 @@ PANNED = replace(
     processor=PANNED_PROCESSOR,
     pixels=prepared(Gemma3ImageProcessorPil, PANNED_PROCESSOR, "pixel_values"),
     placed=panned_placed,
-    seed=22,
+    seed=10,
 )
 LLAVA_PROCESSOR = {
     "image_processor_type": "CLIPImageProcessor",

@@ -23,6 +23,7 @@ from tests.support.families.family import (
     text,
 )
 from tests.support.families.vision import VISION_FAMILIES
+from tests.support.gemma4_family import GEMMA4_SIGHTED
 from tests.support.lfm2_family import LFM2_VL, UNDIVIDED
 from tests.support.molmo2_family import MOLMO2
 from tests.support.phi4_family import PHI4
@@ -238,6 +239,7 @@ def rows(model_type: str, text_config: dict[str, Any], merge_size: int, seed: in
 SIGHTED: dict[str, SightedFamily] = {
     "gemma3": GEMMA3,
     "gemma3 with pan-and-scan": PANNED,
+    "gemma4": GEMMA4_SIGHTED,
     "pixtral": rows("pixtral", text("mistral"), 1, seed=1),
     "llava_next": LLAVA_NEXT,
     "llava_onevision": ONEVISION,
@@ -276,6 +278,7 @@ IN_WORDS: dict[str, tuple[str, str, str]] = {
         "one",
         "one run of as many tokens for every square, between two empty lines",
     ),
+    "gemma4": ("patches of any shape, about as many for every image", "one", "one run"),
     "pixtral": ("patches of any shape", "one", "one run per row"),
     "idefics3": ("tiles and a thumbnail", "one", "one run per tile, each behind its row and column"),
     "internvl": ("tiles and a thumbnail", "one", "one run"),

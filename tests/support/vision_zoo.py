@@ -2,7 +2,9 @@
 
 import copy
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from engine.protocol import ImagePatches
 from engine.worker.patches import families
 from engine.worker.vision import VisionEncoder
 from tests.support.families.family import VOCAB_SIZE
-from tests.support.sighted_family import SPECIAL_TOKENS, Pixels, SightedFamily
+from tests.support.sighted_family import IDS, SPECIAL_TOKENS, Pixels, SightedFamily
 from tests.support.zoo import Greedy, drawn, empty_cache, greedy, new_module
 
 TEMPLATE = """\
@@ -88,7 +90,8 @@ def write_files(out: Path, family: SightedFamily) -> Path:
 def reference(
     module: Any, token_ids: Sequence[int], pixels: Pixels, num_tokens: int, family: SightedFamily | None = None
 ) -> Greedy:
-    """Return the answer to a prompt, each token from one forward over all tokens before it, as mlx_vlm.generate does.
+    """Return the answer to a prompt, each token from one forward over all tokens before it, as mlx_vlm.generate does,
+    but with the masks of the family.
 
     Args:
         module: The library's model.
@@ -111,9 +114,33 @@ def reference(
         given = {"pixel_values": None, "mask": mx.ones_like(ids), **arrays}
         embedded = module.get_input_embeddings(ids, **given) if embed is None else embed(ids)
         more = {name: value for name, value in embedded.to_dict().items() if value is not None}
-        logits.append(np.array(lm(ids, cache=cache, **more).logits[0, -1]))
+        with _masks_of(family, lm, ids):
+            logits.append(np.array(lm(ids, cache=cache, **more).logits[0, -1]))
         tokens.append(int(logits[-1].argmax()))
     return greedy(tokens, logits)
+
+
+@contextmanager
+def _masks_of(family: SightedFamily | None, language_model: Any, ids: mx.array) -> Iterator[None]:
+    """Let the library's module mask a whole sequence [1, L] as transformers does, in the layers of the family."""
+    if family is None or not family.both_ways:
+        yield
+        return
+    tokens, place = np.array(ids)[0], np.arange(ids.shape[1])
+    run = np.where(tokens == IDS["<image>"], np.cumsum(tokens != IDS["<image>"]), -1)  # runs have tokens between them
+    before, same = place <= place[:, None], (run == run[:, None]) & (run >= 0)
+
+    def mask(h: mx.array, cache: Any = None, window_size: int | None = None, return_array: bool = False) -> mx.array:
+        seen: Any = before | same if ("window" if window_size else "full") in family.both_ways else before
+        return mx.array(seen & (place > place[:, None] - window_size) if window_size else seen)
+
+    names = vars(sys.modules[type(language_model.model).__module__])
+    library = names["create_attention_mask"]
+    names["create_attention_mask"] = mask
+    try:
+        yield
+    finally:
+        names["create_attention_mask"] = library
 
 
 def image(width: int, height: int, seed: int = 0) -> Image.Image:

@@ -71,6 +71,7 @@ class MemoryBudget:
         limit_bytes: Memory of the engine, weights included.
         reserve_tokens: See MemoryConfig.reserve_tokens.
         evictable: The prefix cache and the cache of image features.
+        whole_images: See ModelRunner.whole_images.
 
     Attributes:
         needs: The needs of requests, and the limit.
@@ -86,8 +87,9 @@ class MemoryBudget:
         limit_bytes: int,
         reserve_tokens: int,
         evictable: Evictable,
+        whole_images: bool = False,
     ):
-        self.needs = MemoryNeeds(costs, limit_bytes, reserve_tokens)
+        self.needs = MemoryNeeds(costs, limit_bytes, reserve_tokens, whole_images)
         self.costs = costs
         self._evictable = evictable
         self.grouping = Grouping(costs, limit_bytes - costs.base_bytes)
@@ -195,13 +197,13 @@ class MemoryBudget:
         for one in self.prefills:
             one.step_bytes = one.min_step_bytes
 
-    def reserve_chunk(self, row: Row, wanted: int) -> int:
-        """Return how many of `wanted` tokens the row's next prefill chunk may have, at least MIN_CHUNK_TOKENS.
+    def reserve_chunk(self, row: Row, wanted: int, least: int = MIN_CHUNK_TOKENS) -> int:
+        """Return how many of `wanted` tokens the row's next prefill chunk may have, at least `least`.
 
         The chunk's intermediate results must fit into free memory and stay reserved until `end_chunk`.
         """
         costs, start, room = self.costs, row.num_prefilled, self._chunk_bytes
-        num_tokens = largest(min(wanted, MIN_CHUNK_TOKENS), wanted, lambda n: costs.chunk(n, start + n) <= room)
+        num_tokens = largest(min(wanted, least), wanted, lambda n: costs.chunk(n, start + n) <= room)
         reservation = self._reservation_of(row)
         reservation.step_bytes = max(reservation.step_bytes, costs.chunk(num_tokens, start + num_tokens))
         return num_tokens
@@ -382,7 +384,7 @@ def make_memory_budget(config: EngineConfig, runner: ModelRunner, evictable: Evi
     """
     costs = runner.costs
     limit, headroom = limit_and_headroom(config.memory, runner.memory_limit_bytes)
-    budget = MemoryBudget(costs, limit - headroom, config.memory.reserve_tokens, evictable)
+    budget = MemoryBudget(costs, limit - headroom, config.memory.reserve_tokens, evictable, runner.whole_images)
     if budget.needs.max_row_tokens() < MIN_ROW_TOKENS:
         raise EngineFailed(
             f"the model takes {costs.base_bytes} bytes, which leaves too few for a request of {MIN_ROW_TOKENS} tokens: "

@@ -25,6 +25,7 @@ class MemoryNeed:
     sampling_bytes: int = 0  # Per row, for the sampling parameters that it uses.
     image_bytes: int = 0  # Kept of its images during prefill, between their pieces and as features.
     image_step_bytes: int = 0  # Intermediate results of encoding its largest image.
+    least_chunk: int = MIN_CHUNK_TOKENS  # Tokens of the smallest chunk that it may have to be computed in.
 
 
 @dataclass(slots=True, eq=False)
@@ -49,10 +50,12 @@ class MemoryNeeds:
         costs: Bytes of rows, prompts and images.
         limit_bytes: Memory of the engine, weights included.
         reserve_tokens: See MemoryConfig.reserve_tokens.
+        whole_images: See ModelRunner.whole_images.
     """
 
-    def __init__(self, costs: MemoryCosts, limit_bytes: int, reserve_tokens: int):
+    def __init__(self, costs: MemoryCosts, limit_bytes: int, reserve_tokens: int, whole_images: bool = False):
         self.costs = costs
+        self._whole_images = whole_images
         self.limit_bytes = limit_bytes
         self._reserve_tokens = reserve_tokens
 
@@ -84,6 +87,7 @@ class MemoryNeeds:
             costs.sampling(row),
             sum(costs.kept_image(len(image.patches), image.num_tokens) for image in images),
             max((costs.image(len(image.patches)) for image in images), default=0),
+            max([MIN_CHUNK_TOKENS, *(image.num_tokens for image in images if self._whole_images)]),
         )
 
     def min_bytes(self, need: MemoryNeed) -> int:
@@ -156,7 +160,7 @@ class MemoryNeeds:
             end: Prompt tokens at the end of that chunk.
         """
         costs, num_tokens = self.costs, need.num_prompt
-        smallest = costs.chunk(min(end, MIN_CHUNK_TOKENS), end)
+        smallest = costs.chunk(min(end, need.least_chunk), end)
         wanted = costs.chunk(min(num_tokens, chunk_tokens), end)
         step = max(smallest, min(wanted, int(self.step_limit_bytes)), need.image_step_bytes)
         shared_bytes = 0 if need.num_rows == 1 else costs.prompt(num_tokens)
