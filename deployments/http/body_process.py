@@ -66,14 +66,18 @@ class BodyProcess:
         self._max_memory_bytes, self._is_watched = max_memory_bytes, is_watched
         self._is_too_large = False
         self._socket, theirs = wide_socket_pair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", "from deployments.http.body_process import main; main()"],
-                stdin=theirs.fileno(),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-        start = pickle.dumps((rules, max_memory_bytes, is_watched))
-        self._socket.sendall(_LENGTH.pack(len(start)) + start)
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", "from deployments.http.body_process import main; main()"],
+                    stdin=theirs.fileno(),
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                )
+            start = pickle.dumps((rules, max_memory_bytes, is_watched))
+            self._socket.sendall(_LENGTH.pack(len(start)) + start)
+        except BaseException:
+            self._socket.close()
+            raise
         self._socket.setblocking(False)
         self.has_answered = False
         """Whether the last body was answered and the process accepts another one."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 import weakref
 
 from deployments.http.body_process import BodyProcess, ProcessDied
@@ -74,11 +75,11 @@ class BodyReader:
                 process.kill()
 
     async def _start(self) -> BodyProcess:
-        starting = asyncio.ensure_future(asyncio.to_thread(BodyProcess, self._rules, self._max_memory_bytes))
+        starting = _Start(self._rules, self._max_memory_bytes)
         try:
-            process = await asyncio.shield(starting)
+            process = await asyncio.to_thread(starting.run)
         except asyncio.CancelledError:
-            starting.add_done_callback(lambda started: started.result().kill())
+            starting.abandon()
             raise
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -102,6 +103,32 @@ class BodyReader:
 def _failed(message: str) -> Unavailable:
     logger.warning("%s", message)
     return Unavailable(message, retry_after.BODY_S)
+
+
+class _Start:
+    """The start of a process on another thread, which goes on when the caller is cancelled."""
+
+    def __init__(self, rules: ReadingRules, max_memory_bytes: int):
+        self._rules, self._max_memory_bytes = rules, max_memory_bytes
+        self._lock = threading.Lock()
+        self._process: BodyProcess | None = None
+        self._is_wanted = True
+
+    def run(self) -> BodyProcess:
+        """Start the process; kill it if the start has been abandoned meanwhile."""
+        process = BodyProcess(self._rules, self._max_memory_bytes)
+        with self._lock:
+            self._process = process
+            if not self._is_wanted:
+                process.kill()
+        return process
+
+    def abandon(self) -> None:
+        """Kill the process, now or as soon as it has started."""
+        with self._lock:
+            self._is_wanted = False
+            if self._process is not None:
+                self._process.kill()
 
 
 def _kill_all(processes: list[BodyProcess]) -> None:

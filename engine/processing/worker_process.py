@@ -70,8 +70,7 @@ class WorkerProcess:
         with self._lock:
             if self._process is not None or self._is_killed:
                 return
-            ours, theirs = wide_socket_pair()
-            self._socket = ours
+            self._socket, theirs = wide_socket_pair()
             with theirs:
                 try:
                     self._process = subprocess.Popen(
@@ -82,6 +81,7 @@ class WorkerProcess:
                         env=environment(),
                     )
                 except OSError as error:
+                    self._socket.close()
                     raise Unavailable(
                         f"no image worker can be started: {error.strerror}", retry_after.IMAGE_WORKER_S
                     ) from None

@@ -244,3 +244,28 @@ def test_memory_of_a_process_is_limited(read, monkeypatch, is_watched: bool):
     said = read(heavy, body(user(LARGE)))
     assert isinstance(said[0], InvalidRequest) and str(280 * 2**20) in said[0].message
     assert said[1] == read_request(body(user(LARGE)), "chat", RULES)
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.3])
+def test_a_loop_that_ends_while_a_process_starts_leaves_none_behind(wait_s: float, monkeypatch: pytest.MonkeyPatch):
+    """wait_s: until the process is started, of which the loop waits 0.1 s."""
+    made: list[BodyProcess] = []
+
+    class Slow(BodyProcess):
+        def __init__(self, *args: Any):
+            time.sleep(wait_s)
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(body_reader, "BodyProcess", Slow)
+
+    async def talk() -> None:
+        reading = asyncio.create_task(BodyReader(RULES, 2**25).read(body(user(LARGE)), "chat"))
+        await asyncio.sleep(0.1)
+        assert not reading.done()
+
+    asyncio.run(talk())
+    (process,) = made
+    assert process._socket.fileno() == -1, "it is closed"
+    _, alive = psutil.wait_procs([one for one in children() if one.pid == process.pid], 10)
+    assert not alive
