@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import httpx
 from tests.e2e.clients.captured import Captured, distinct, load
 from tests.e2e.hostile.attack import Outcome
 from tests.e2e.hostile.replies import Reply
-from tests.e2e.hostile.rows import Http, Row
+from tests.e2e.hostile.rows import Cost, Http, Row
 from tests.e2e.hostile.table import GROUPS
 from tests.golden import one_process, recorded
 from tests.golden.exchange import Exchange, exchange
@@ -21,6 +21,9 @@ FILES = Path(__file__).parent / "files"
 
 UNFROZEN = {"16 URLs of one dead host": "the error names the image whose connection failed first"}
 """Hostile rows with several right answers, and why."""
+
+COSTS: tuple[Cost, Cost] = ("small", "large")
+"""Of hostile rows whose answers are frozen."""
 
 NOW = ("work", "queue", "answers")
 """Keys of a status page that depend on the requests of this moment, or on those before it."""
@@ -33,32 +36,38 @@ class Kind:
     Attributes:
         name: Of the file, without its suffix.
         title: First line of the file.
-        exchanges: Sends the requests; the answers by name.
+        small: Sends the requests; the answers by name.
+        large: The same for requests that take long; the gate sends none of them.
     """
 
     name: str
     title: str
-    exchanges: Callable[[], Mapping[str, Exchange]]
+    small: Callable[[], Mapping[str, Exchange]]
+    large: Callable[[], Mapping[str, Exchange]] = lambda: {}
+
+    def exchanges(self) -> Mapping[str, Exchange]:
+        """Send all requests; return the answers by name."""
+        return {**self.small(), **self.large()}
 
     @property
     def path(self) -> Path:
         return FILES / f"{self.name}.txt"
 
 
-def well_formed(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows that need no connection of their own."""
-    return [row for row in rows if isinstance(row.request, Http)]
+def well_formed(rows: Sequence[Row], cost: Cost) -> list[Row]:
+    """Return the rows of a cost that need no connection of their own."""
+    return [row for row in rows if isinstance(row.request, Http) and row.cost == cost]
 
 
 @cache
-def hostile_outcomes() -> dict[str, Outcome]:
-    """Return what the graph in one process answers to all well-formed rows; sent once per process."""
-    return one_process.send([row for rows in GROUPS.values() for row in well_formed(rows)])
+def hostile_outcomes(cost: Cost) -> dict[str, Outcome]:
+    """Return what the graph in one process answers to all well-formed rows of a cost; sent once per process."""
+    return one_process.send([row for rows in GROUPS.values() for row in well_formed(rows, cost)])
 
 
-def _hostile(rows: Sequence[Row]) -> dict[str, Exchange]:
-    outcomes = hostile_outcomes()
-    frozen = [row for row in well_formed(rows) if row.name not in UNFROZEN]
+def _hostile(rows: Sequence[Row], cost: Cost) -> dict[str, Exchange]:
+    frozen = [row for row in well_formed(rows, cost) if row.name not in UNFROZEN]
+    outcomes = hostile_outcomes(cost) if frozen else {}
     return {row.name: _frozen(row, reply) for row in frozen for reply in outcomes[row.name].replies}
 
 
@@ -103,9 +112,10 @@ def _openapi() -> dict[str, Exchange]:
 
 def kinds() -> Iterator[Kind]:
     for group, rows in GROUPS.items():
-        if well_formed(rows):
+        if any(well_formed(rows, cost) for cost in COSTS):
             name = f"hostile {group}".replace(" ", "_")
-            yield Kind(name, f"Answers to hostile requests: {group}.", lambda rows=rows: _hostile(rows))
+            small, large = (partial(_hostile, rows, cost) for cost in COSTS)
+            yield Kind(name, f"Answers to hostile requests: {group}.", small, large)
     for client in sorted({one.client for one in load()}):
         title = f"Answers of a scripted backend to requests of a real client: {client}."
         yield Kind(f"recorded_{client}", title, lambda client=client: _recorded(client))

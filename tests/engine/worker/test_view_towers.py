@@ -77,6 +77,7 @@ def features(family: SightedFamily, module: Any, shown: list[Image.Image]) -> li
     return found
 
 
+@pytest.mark.night("the gate compares the tokens that follow from them, and their logprobs")
 def test_features_of_tiles_are_bit_for_bit_those_of_the_library(case, model_dir, module, images, features):
     """Block by block, with everything between two blocks evaluated."""
     family, _, tiles = case
