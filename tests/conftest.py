@@ -28,7 +28,7 @@ import pytest
 from httpx._transports import default as httpx_transports
 
 from deployments.serve_run.environment import set_defaults
-from tests.schedule.durations import Recorder, longest_first, recorded
+from tests.schedule.durations import CpuMeter, Recorder, longest_first, recorded
 from tests.schedule.groups import SERVERS, group_of
 
 set_defaults()
@@ -54,6 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(), "durations")
+    config.pluginmanager.register(CpuMeter(), "cpu meter")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

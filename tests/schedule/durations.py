@@ -7,10 +7,12 @@ puts the seconds of the last run there. They include fixtures: a server's start 
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -20,8 +22,28 @@ ROOT = Path(__file__).parents[2]
 LAST_RUN = ROOT / ".durations.json"
 """Seconds of each test of the last run; not committed."""
 COMMITTED = ROOT / "tests" / "durations.json"
+CPU_S = "cpu_s"
+"""Name of a report's property."""
 UNKNOWN_S = 60.0
 """For a group that was never recorded: it starts early, as it may be long."""
+
+
+class CpuMeter:
+    """Plugin of the processes that run tests: adds to each phase's report the seconds of CPU that it took.
+
+    They are those of the process and of its children that have ended, not those of servers, whose parents go on.
+    """
+
+    def __init__(self):
+        self._before_s = sum(os.times()[:4])
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        now_s = sum(os.times()[:4])
+        report.user_properties = [*report.user_properties, (CPU_S, now_s - self._before_s)]
+        self._before_s = now_s
+        return report
 
 
 class Recorder:
@@ -30,18 +52,20 @@ class Recorder:
     def __init__(self, path: Path = LAST_RUN):
         self._path = path
         self._seconds: dict[str, float] = defaultdict(float)
+        self._cpu: dict[str, float] = defaultdict(float)
         self._outcomes: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if type(report) is not pytest.TestReport:  # a subtest's seconds are part of its test's
             return
         self._seconds[report.nodeid] += report.duration
+        self._cpu[report.nodeid] += sum(cast(float, value) for key, value in report.user_properties if key == CPU_S)
         if report.when == "call" or not report.passed:
             self._outcomes[report.outcome] += 1
 
     def pytest_sessionfinish(self) -> None:
         if self._seconds:
-            run = {"outcomes": dict(self._outcomes), "seconds": longest(self._seconds)}
+            run = {"outcomes": dict(self._outcomes), "seconds": longest(self._seconds), "cpu": longest(self._cpu)}
             self._path.write_text(json.dumps(run, indent=0) + "\n")
 
 

@@ -1,6 +1,9 @@
 """Recorded seconds: every run leaves them, groups are ordered by them, and a command commits them."""
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,26 +11,43 @@ from typing import Any
 import pytest
 
 from tests.schedule import durations
-from tests.schedule.durations import UNKNOWN_S, Recorder, longest_first, main, refreshed
+from tests.schedule.durations import UNKNOWN_S, CpuMeter, Recorder, longest_first, main, refreshed
 
 
 def item(node_id: str) -> Any:
     return SimpleNamespace(nodeid=node_id)
 
 
-def report(node_id: str, when: Any, seconds: float) -> pytest.TestReport:
-    return pytest.TestReport(node_id, ("", None, ""), {}, "passed", None, when, duration=seconds)
+def report(node_id: str, when: Any, seconds: float, **properties: float) -> pytest.TestReport:
+    own = list(properties.items())
+    return pytest.TestReport(node_id, ("", None, ""), {}, "passed", None, when, duration=seconds, user_properties=own)
 
 
 def test_recorder_adds_up_the_phases_of_a_test_and_writes_the_longest_first(tmp_path: Path):
     recorder = Recorder(tmp_path / "last.json")
     recorder.pytest_runtest_logreport(report("a.py::test_b", "call", 0.5))
-    recorder.pytest_runtest_logreport(report("a.py::test_a", "setup", 2.0))
-    recorder.pytest_runtest_logreport(report("a.py::test_a", "call", 1.0))
+    recorder.pytest_runtest_logreport(report("a.py::test_a", "setup", 2.0, cpu_s=1.5))
+    recorder.pytest_runtest_logreport(report("a.py::test_a", "call", 1.0, cpu_s=0.25))
     recorder.pytest_sessionfinish()
     run = json.loads((tmp_path / "last.json").read_text())
     assert list(run["seconds"].items()) == [("a.py::test_a", 3.0), ("a.py::test_b", 0.5)]
     assert run["outcomes"] == {"passed": 2}
+    assert run["cpu"] == {"a.py::test_a": 1.75, "a.py::test_b": 0.0}
+
+
+def test_cpu_of_a_phase_and_of_its_children_is_in_its_report():
+    meter, busy = CpuMeter(), "import time\nwhile time.process_time() < 0.5: pass"
+
+    def used(work: Callable[[], Any]) -> float:
+        work()
+        hook = meter.pytest_runtest_makereport()
+        next(hook)
+        with pytest.raises(StopIteration) as made:
+            hook.send(report("a.py::test_a", "call", 0.0))
+        return dict(made.value.value.user_properties)["cpu_s"]
+
+    assert used(lambda: subprocess.run([sys.executable, "-c", busy], check=True)) > 0.4
+    assert used(lambda: None) < 0.4
 
 
 def test_run_without_tests_does_not_overwrite_the_last_one(tmp_path: Path):
