@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.processing.vision_family import FAMILIES
+from engine.processing.vision_families import FAMILIES
 from tests.support.vision_families import SIGHTED, images_table
 
 ROOT = Path(__file__).parent.parent

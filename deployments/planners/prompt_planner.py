@@ -19,12 +19,12 @@ from engine.processing.checkpoint import num_embeddings, read_config, refuse_cod
 from engine.processing.context import choose_context
 from engine.processing.fingerprint import checkpoint_fingerprint
 from engine.processing.generation_defaults import GenerationDefaults
+from engine.processing.image_placeholder import ImagePlaceholder
 from engine.processing.pooling import EmbeddingModel, choose_pooling, pools_prompt
 from engine.processing.prompt_length import PromptLimit
 from engine.processing.prompt_origin import prompt_origin
 from engine.processing.reranker import Reranker
 from engine.processing.tokenizer import ChatPrompt, ChatTokenizer
-from engine.processing.vision_family import ImagePlaceholder
 from engine.protocol import EngineRequest, GrammarSpec, ImagePatches, PromptOrigin, SamplingParams, ThoughtSpec
 
 OF_THE_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

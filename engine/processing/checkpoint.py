@@ -13,7 +13,8 @@ from engine.demo import DEMO_MODEL
 from engine.errors import EngineFailed
 from engine.processing.image_placeholder import SpecialStrings
 from engine.processing.reference_config import text_section
-from engine.processing.vision_family import VisionFamily, image_token_id, vision_family
+from engine.processing.vision_families import vision_family
+from engine.processing.vision_family import VisionFamily, image_token_id
 from engine.smollm2 import SMOLLM2, is_made, smollm2_checkpoint, smollm2_directory
 
 VIDEO_PROCESSOR = "Qwen3VLVideoProcessor"

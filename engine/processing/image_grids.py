@@ -7,6 +7,7 @@ from engine.processing.anyres_grid import AnyresGrid
 from engine.processing.area_grid import AreaGrid
 from engine.processing.image_grid import ImageGrid
 from engine.processing.naflex_grid import NaFlexGrid
+from engine.processing.native_grid import NativeGrid
 from engine.processing.overlap_grid import OverlapGrid
 from engine.processing.pan_grid import PanGrid
 from engine.processing.patch_grid import PatchGrid, RasterGrid
@@ -23,6 +24,7 @@ KINDS: dict[str, type[ImageGrid]] = {
         AnyresGrid,
         AreaGrid,
         NaFlexGrid,
+        NativeGrid,
         OverlapGrid,
         PanGrid,
         PatchGrid,

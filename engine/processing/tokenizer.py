@@ -20,19 +20,12 @@ from engine.processing.control_tokens import ControlTokenEscaper, ControlTokens,
 from engine.processing.conversation import Conversation, TemplateForms, convert
 from engine.processing.detokenizer import Detokenizer, TokenBytes, TokenDecoder
 from engine.processing.generation_defaults import GenerationDefaults
+from engine.processing.image_placeholder import ImagePlaceholder, SpecialStrings, one_run
 from engine.processing.prompt_length import MAX_CHARS_PER_TOKEN, PromptLimit, TokenBound, count_windows
 from engine.processing.reasoning_format import ReasoningFormat, find_reasoning_format
 from engine.processing.tool_format import ToolFormat, find_tool_format, takes_argument_texts
-from engine.processing.vision_family import (
-    ImagePlaceholder,
-    SpecialStrings,
-    VisionFamily,
-    image_token_id,
-    in_frames,
-    one_run,
-    video_marker,
-    vision_family,
-)
+from engine.processing.vision_families import vision_family
+from engine.processing.vision_family import VisionFamily, image_token_id, in_frames, video_marker
 from engine.protocol import Boundary, ImagePatches
 
 MIN_BATCH_CHARS = 2048

@@ -1,8 +1,6 @@
 """The language model as the runner uses it: one forward, with explicit positions where the model takes them."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,63 +10,12 @@ from mlx_vlm.models.cache import make_prompt_cache
 
 from engine.config import MTPExact
 from engine.errors import EngineFailed
-from engine.processing.vision_family import LayerKind
 from engine.worker import quantized_kv
-from engine.worker.image_attention import both_ways
+from engine.worker.image_chunk import ImageChunk, masked
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.layer_caches import as_taken, row_caches
 from engine.worker.layer_outputs import LayerOutputs
 from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCache
-
-
-@dataclass(frozen=True)
-class ImageChunk:
-    """A chunk of a prompt with image tokens. n: number of these."""
-
-    embeds: mx.array
-    """[1, L, hidden], of all tokens of the chunk, text and images."""
-    places: np.ndarray
-    """int [n], where the image tokens are in the chunk, ascending."""
-    deepstack: mx.array
-    """[n, num_deepstack * hidden], added to the image tokens' hidden states after each of the first layers; of width 0
-    without deepstack features."""
-    both_ways: frozenset[LayerKind] = frozenset()
-    """Layers in which image tokens that follow one another see each other."""
-    per_layer: mx.array | None = None
-    """[1, L, layers, width], see `LanguageModel.per_layer_inputs`."""
-
-    def but_last(self) -> "ImageChunk":
-        """Return the chunk without its last token."""
-        length = self.embeds.shape[1] - 1
-        num_left = int(np.searchsorted(self.places, length))
-        return ImageChunk(
-            self.embeds[:, :length],
-            self.places[:num_left],
-            self.deepstack[:num_left],
-            self.both_ways,
-            None if self.per_layer is None else self.per_layer[:, :length],
-        )
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the model's layers."""
-        length, hidden = self.embeds.shape[1:]
-        found: dict[str, Any] = {"inputs_embeds": self.embeds}
-        if self.per_layer is not None:
-            found["per_layer_inputs"] = self.per_layer
-        if self.deepstack.shape[-1]:
-            is_image = np.zeros((1, length), bool)
-            is_image[0, self.places] = True
-            layers = mx.split(self.deepstack, self.deepstack.shape[-1] // hidden, axis=-1)
-            found |= {"visual_pos_masks": is_image, "deepstack_visual_embeds": layers}
-        return found
-
-
-def _masked(chunk: ImageChunk | None, cache: SequenceCache) -> AbstractContextManager[None]:
-    """Let a row's caches mask the images of a chunk as the model's family does."""
-    if chunk is None or not chunk.both_ways:
-        return nullcontext()
-    return both_ways(cache, chunk.places, chunk.embeds.shape[1], chunk.both_ways)
-
 
 EMBEDDINGS = ("embed_tokens", "embeddings", "wte")
 """Names of the embedding in the library's modules."""
@@ -361,7 +308,7 @@ class LanguageModel:
         self, token_ids: mx.array, chunk: ImageChunk | None, cache: list, positions: np.ndarray, launch: bool
     ) -> mx.array | None:
         images = {} if chunk is None else chunk.arguments()
-        with _masked(chunk, cache):
+        with masked(chunk, cache):
             if not self._wants_hidden:
                 self.lm(  # lazy: only the cache is ever evaluated
                     token_ids, cache=self._nested(cache), **images, **self._flat(positions)
@@ -402,7 +349,7 @@ class LanguageModel:
             return self.logits(select(hidden)), self._read(hidden)
         if self.selects_positions:
             images = {} if chunk is None else chunk.arguments()
-            with _masked(chunk, cache):
+            with masked(chunk, cache):
                 logits = self._selected_logits(token_ids, cache, select, images | self._flat(positions))
             return logits, self._read()
         before = None

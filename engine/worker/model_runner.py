@@ -28,7 +28,8 @@ from engine.process_lock import ProcessLock
 from engine.processing.checkpoint import image_processor_config, num_embeddings
 from engine.processing.patch_normalization import PatchNormalization
 from engine.processing.reranker import Reranker
-from engine.processing.vision_family import image_token_id, vision_family
+from engine.processing.vision_families import vision_family
+from engine.processing.vision_family import image_token_id
 from engine.protocol import EngineRequest, SamplingParams
 from engine.start_phase import StartPhase
 from engine.user_cache import user_cache

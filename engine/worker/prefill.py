@@ -15,8 +15,9 @@ from engine.core.runner import ImageLeft, RowOutput
 from engine.errors import InvalidRequest
 from engine.protocol import ImagePatches
 from engine.worker.drafter import DraftHead
+from engine.worker.image_chunk import ImageChunk
 from engine.worker.kv_cache import SequenceCache, num_bytes, slots_like
-from engine.worker.language_model import ImageChunk, LanguageModel
+from engine.worker.language_model import LanguageModel
 from engine.worker.pooling import PooledStates
 from engine.worker.prompt_logprobs import CHUNK_TOKENS, PromptLogprobs
 from engine.worker.row_kinds import appends, kind_of

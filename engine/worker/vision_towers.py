@@ -9,6 +9,7 @@ from engine.worker import square_towers
 from engine.worker.gemma4_tower import Gemma4Tower
 from engine.worker.lfm2_tower import Lfm2Tower
 from engine.worker.molmo2_tower import Molmo2Tower
+from engine.worker.moonvit_tower import MoonViTTower
 from engine.worker.phi4_tower import Phi4Tower
 from engine.worker.view_towers import DeepseekOCR2Tower, DeepseekOCRTower
 from engine.worker.vision_tower import Grid, TowerState, VisionTower, filled_frames, frame_bounds, frames, square_grids
@@ -240,6 +241,7 @@ TOWERS: dict[str, type[VisionTower]] = {
     "idefics3": square_towers.Idefics3Tower,
     "internvl": square_towers.InternVLTower,
     "internvl_chat": square_towers.InternVLChatTower,
+    "kimi_vl": MoonViTTower,
     "lfm2-vl": Lfm2Tower,
     "lfm2_vl": Lfm2Tower,
     "llava": square_towers.LlavaTower,

@@ -14,11 +14,11 @@ from PIL import Image
 from engine.errors import InvalidRequest
 from engine.media_config import MediaConfig
 from engine.processing.image_grid import ImageGrid
+from engine.processing.image_placeholder import ImagePlaceholder
 from engine.processing.media import MediaLoader
 from engine.processing.message import ImageSource
 from engine.processing.patch_grid import PatchGrid
 from engine.processing.public_addresses import Resolver
-from engine.processing.vision_family import ImagePlaceholder
 from engine.protocol import ImagePatches
 
 FIELD = "messages[0].content[1].image_url.url"

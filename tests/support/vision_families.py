@@ -11,7 +11,7 @@ from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import P
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from engine.processing.vision_family import FAMILIES, QWEN_VL
+from engine.processing.vision_families import FAMILIES, QWEN_VL
 from engine.protocol import ImagePatches
 from tests.support.families.family import (
     DEFAULT_BASE,
@@ -24,6 +24,7 @@ from tests.support.families.family import (
 )
 from tests.support.families.vision import VISION_FAMILIES
 from tests.support.gemma4_family import GEMMA4_SIGHTED
+from tests.support.kimi_family import KIMI_VL
 from tests.support.lfm2_family import LFM2_VL, UNDIVIDED
 from tests.support.molmo2_family import MOLMO2
 from tests.support.phi4_family import PHI4
@@ -245,6 +246,7 @@ SIGHTED: dict[str, SightedFamily] = {
     "llava_onevision": ONEVISION,
     "mistral3": rows("mistral3", text("ministral3", WINDOWS, rope_parameters=SCALED_QUERIES), 2, seed=3),
     "molmo2": MOLMO2,
+    "kimi_vl": KIMI_VL,
     "lfm2_vl": LFM2_VL,
     "lfm2-vl": UNDIVIDED,
     "phi4-siglip": PHI4,
@@ -299,6 +301,7 @@ IN_WORDS: dict[str, tuple[str, str, str]] = {
         "one",
         "one run per row, of the square and then of all crops together",
     ),
+    "kimi_vl": ("patches of any shape, with padding", "one", "one run"),
     "lfm2_vl": (
         "patches of any shape, or tiles and a thumbnail of any shape",
         "one",

@@ -13,6 +13,7 @@ from engine.worker.patches import (
     mimo_window,
     molmo2_embedding,
     molmo2_tower,
+    moonvit_positions,
     phi3small_blocks,
     phi4_positions,
     recurrent_gemma_norm,
@@ -34,6 +35,7 @@ def correct() -> None:
     mimo_window.install()
     molmo2_embedding.install()
     molmo2_tower.install()
+    moonvit_positions.install()
     phi3small_blocks.install()
     phi4_positions.install()
     recurrent_gemma_norm.install()

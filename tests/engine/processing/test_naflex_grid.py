@@ -8,7 +8,8 @@ import pytest
 from transformers.models.siglip2.image_processing_pil_siglip2 import get_image_size_for_max_num_patches
 
 from engine.errors import EngineFailed
-from engine.processing.images import PHI4_PATCHES, ImagePreprocessor
+from engine.processing.grid_settings import PHI4_PATCHES
+from engine.processing.images import ImagePreprocessor
 from engine.processing.naflex_grid import NaFlexGrid
 from tests.support.phi4_family import PHI4, PUBLISHED, own_patches
 from tests.support.vision_zoo import write_files

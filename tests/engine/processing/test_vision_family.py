@@ -20,7 +20,7 @@ from engine.processing.images import ImagePreprocessor, normalize
 from engine.processing.media import MediaLoader
 from engine.processing.message import ImageSource, text_part
 from engine.processing.tokenizer import ChatTokenizer
-from engine.processing.vision_family import vision_family
+from engine.processing.vision_families import vision_family
 from engine.protocol import ImagePatches
 from tests.support.image_files import data_url, encoded
 from tests.support.sighted_family import IDS, PATCH, SightedFamily

@@ -1,0 +1,61 @@
+"""ImageChunk: the tokens of a chunk of a prompt with images, as the language model takes them."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from engine.processing.vision_family import LayerKind
+from engine.worker.image_attention import both_ways
+from engine.worker.kv_cache import SequenceCache
+
+
+@dataclass(frozen=True)
+class ImageChunk:
+    """A chunk of a prompt with image tokens. n: number of these."""
+
+    embeds: mx.array
+    """[1, L, hidden], of all tokens of the chunk, text and images."""
+    places: np.ndarray
+    """int [n], where the image tokens are in the chunk, ascending."""
+    deepstack: mx.array
+    """[n, num_deepstack * hidden], added to the image tokens' hidden states after each of the first layers; of width 0
+    without deepstack features."""
+    both_ways: frozenset[LayerKind] = frozenset()
+    """Layers in which image tokens that follow one another see each other."""
+    per_layer: mx.array | None = None
+    """[1, L, layers, width], see `LanguageModel.per_layer_inputs`."""
+
+    def but_last(self) -> "ImageChunk":
+        """Return the chunk without its last token."""
+        length = self.embeds.shape[1] - 1
+        num_left = int(np.searchsorted(self.places, length))
+        return ImageChunk(
+            self.embeds[:, :length],
+            self.places[:num_left],
+            self.deepstack[:num_left],
+            self.both_ways,
+            None if self.per_layer is None else self.per_layer[:, :length],
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of the model's layers."""
+        length, hidden = self.embeds.shape[1:]
+        found: dict[str, Any] = {"inputs_embeds": self.embeds}
+        if self.per_layer is not None:
+            found["per_layer_inputs"] = self.per_layer
+        if self.deepstack.shape[-1]:
+            is_image = np.zeros((1, length), bool)
+            is_image[0, self.places] = True
+            layers = mx.split(self.deepstack, self.deepstack.shape[-1] // hidden, axis=-1)
+            found |= {"visual_pos_masks": is_image, "deepstack_visual_embeds": layers}
+        return found
+
+
+def masked(chunk: ImageChunk | None, cache: SequenceCache) -> AbstractContextManager[None]:
+    """Let a row's caches mask the images of a chunk as the model's family does."""
+    if chunk is None or not chunk.both_ways:
+        return nullcontext()
+    return both_ways(cache, chunk.places, chunk.embeds.shape[1], chunk.both_ways)
