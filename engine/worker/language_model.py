@@ -203,7 +203,7 @@ class LanguageModel:
 
     def embed_for_layers(self, token_ids: mx.array) -> mx.array:
         """Embed tokens as the layers take them beside image features. Those of Gemma 4 scale only what they embed."""
-        return self.embed(token_ids) * getattr(self._layers, "embed_scale", 1.0)
+        return self.embed(token_ids) * getattr(self._embedder, "embed_scale", 1.0)
 
     def per_layer_inputs(self, token_ids: mx.array, places: np.ndarray) -> mx.array | None:
         """Return what each layer of Gemma 4's small models reads of tokens [1, L]; None for other models.
@@ -214,7 +214,7 @@ class LanguageModel:
             token_ids: int32 [1, L].
             places: Where the image tokens are.
         """
-        layers = self._layers
+        layers = self._embedder
         if not getattr(layers, "hidden_size_per_layer_input", 0):
             return None
         is_image = np.zeros((1, token_ids.shape[1]), bool)
@@ -234,8 +234,13 @@ class LanguageModel:
         return sum(len(table) for table in tables)
 
     @property
+    def _embedder(self) -> Any:
+        """The module that embeds tokens: mostly that with the layers."""
+        return getattr(self.lm, "model", getattr(self.lm, "backbone", self.lm))
+
+    @property
     def _embedding(self) -> Any:
-        layers = getattr(self.lm, "model", getattr(self.lm, "backbone", self.lm))
+        layers = self._embedder
         found = next((getattr(layers, name) for name in EMBEDDINGS if hasattr(layers, name)), None)
         if found is None:
             raise EngineFailed(
