@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_vlm.models import base
-from mlx_vlm.models.cache import KVCache
+from mlx_vlm.models.cache import KVCache, create_causal_mask
 
 from engine.core.memory.costs import MemoryCosts
 from engine.worker.patches import attention_cpu
@@ -31,7 +31,12 @@ FUSED_FROM = 1024
 
 
 def with_attention(
-    costs: MemoryCosts, lm: Any, snapshot: StateSnapshot, num_heads: int, kv_formats: Sequence[KVFormat | None] = ()
+    costs: MemoryCosts,
+    lm: Any,
+    snapshot: StateSnapshot,
+    num_heads: int,
+    kv_formats: Sequence[KVFormat | None] = (),
+    has_masks: bool = False,
 ) -> MemoryCosts:
     """Return the costs with at least the bytes that attention alone takes, see MemoryCosts.pair_bytes.
 
@@ -41,12 +46,14 @@ def with_attention(
         snapshot: A snapshot of any prompt, for the shapes of keys and values.
         num_heads: Query heads of an attention layer.
         kv_formats: How each attention layer of the snapshot packs its keys and values; empty if none does.
+        has_masks: Whether a chunk with an image has a mask of its own over all keys, see image_attention.py.
     """
     used = _attention_of(lm)
     layers = snapshot.segment.keys_values
     pairs = zip(layers, kv_formats or [None] * len(layers), strict=True)
     shapes = {_shape(keys, values, kv_format) for (keys, values), kv_format in pairs}
-    probes = [(attend, num_heads, *shape) for attend in used for shape in shapes if all(shape[:3])]
+    masks = (_causal, _own) if has_masks else (_causal,)
+    probes = [(mask, one, num_heads, *shape) for mask in masks for one in used for shape in shapes if all(shape[:3])]
     found = max((_pair_bytes(NUM_QUERIES, *probe) for probe in probes), default=0.0)
     queries = attention_cpu.max_queries() if used == {attention_cpu.attention} else 2**31
     if found and mx.metal.is_available() and not any(_pair_bytes(FUSED_FROM, *probe) for probe in probes):
@@ -68,8 +75,20 @@ def _attention_of(lm: Any) -> set[Callable[..., mx.array]]:
     return {attend for attend in found if attend is not None} or {base.scaled_dot_product_attention}
 
 
+def _causal(num_queries: int, num_keys: int) -> str:
+    return "causal"
+
+
+def _own(num_queries: int, num_keys: int) -> mx.array:
+    """Return a mask [queries, keys] that is made as that of a chunk with an image."""
+    mask = create_causal_mask(num_queries, num_keys - num_queries)
+    own = mask[:, -num_queries:] | mx.eye(num_queries, dtype=mx.bool_)
+    return mx.concatenate([mask[:, :-num_queries], own], axis=1)
+
+
 def _pair_bytes(
     num_queries: int,
+    mask: Callable[[int, int], mx.array | str],
     attend: Callable[..., mx.array],
     num_heads: int,
     kv_heads: int,
@@ -84,7 +103,7 @@ def _pair_bytes(
         mx.clear_cache()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        mx.eval(attend(queries, keys, values, cache=KVCache(), scale=1.0, mask="causal"))
+        mx.eval(attend(queries, keys, values, cache=KVCache(), scale=1.0, mask=mask(num_queries, num_keys)))
         return mx.get_peak_memory() - before
 
     few, many = map(peak, NUM_KEYS)

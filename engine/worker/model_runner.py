@@ -205,7 +205,8 @@ class MLXRunner:
         lm, drafts = self._language_model.lm, self.drafts
         expanded = quantized_cuda.most_expanded_bytes(lm)
         costs = memory_costs.measure(self, a_snapshot, self._vision, drafts, num_heads, in_head, quantized, expanded)
-        return attention_costs.with_attention(costs, lm, a_snapshot, num_heads, kv_formats)
+        has_masks = "full" in self._prefill.both_ways
+        return attention_costs.with_attention(costs, lm, a_snapshot, num_heads, kv_formats, has_masks)
 
     def decode(self, drafts: Drafts = PLAIN) -> dict[str, RowOutput]:
         return self._batch.step(drafts)

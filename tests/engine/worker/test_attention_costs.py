@@ -52,3 +52,18 @@ def test_scores_that_a_fused_kernel_spares_long_chunks_count_for_short_ones_alon
     assert costs.max_queries == attention_costs.FUSED_FROM - 1
     assert NUM_HEADS * FLOAT_BYTES <= costs.pair_bytes <= 2 * NUM_HEADS * FLOAT_BYTES
     assert costs.chunk(4096, 8192) == costs.chunk(1023, 8192) > costs.chunk(512, 8192)
+
+
+def test_masks_of_chunks_with_images_count_where_no_scores_are_stored(monkeypatch):
+    """Both their own array and that of the cache exist for a moment; chunks of any length have them."""
+
+    def fused(queries, keys, values, cache, scale, mask):
+        return queries * scale if isinstance(mask, str) else mx.where(mask[:, :1], queries, 0.0)
+
+    segment = KVSegment(None, [(mx.zeros((1, 2, 8, 256)), mx.zeros((1, 2, 8, 256)))], (8,))
+    snapshot = StateSnapshot(8, segment, (), None, (), (1,), (0,), ())
+    monkeypatch.setattr(attention_costs, "_attention_of", lambda lm: {fused})
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    assert with_attention(MemoryCosts(), None, snapshot, NUM_HEADS).pair_bytes == 0
+    costs = with_attention(MemoryCosts(), None, snapshot, NUM_HEADS, has_masks=True)
+    assert 1 <= costs.pair_bytes <= 4 and costs.max_queries == 2**31
