@@ -23,7 +23,7 @@ UNFROZEN = {"16 URLs of one dead host": "the error names the image whose connect
 """Hostile rows with several right answers, and why."""
 
 COSTS: tuple[Cost, Cost] = ("small", "large")
-"""Of hostile rows whose answers are frozen."""
+"""The costs of the hostile rows whose answers are frozen."""
 
 NOW = ("work", "queue", "answers")
 """Keys of a status page that depend on the requests of this moment, or on those before it."""
