@@ -32,7 +32,7 @@ def _named(*stems: str) -> frozenset[str]:
 
 
 def _gemma4_layers(config: Mapping[str, Any]) -> frozenset[LayerKind]:
-    """Return the layers with a window, as transformers does, which the library does for all layers."""
+    """Return the layers with a window, as in transformers; the library would let them see each other in all layers."""
     is_on = value_at(config, "text_config.use_bidirectional_attention", None) == "vision"
     return frozenset(("window",)) if is_on else frozenset()
 

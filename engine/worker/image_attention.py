@@ -1,7 +1,7 @@
 """Attention in both directions among the tokens of an image, in the chunks of one row's prompt.
 
-The library's language models see the tokens of an image as causal ones. Families whose authors trained them otherwise
-name their layers in `VisionFamily.both_ways`.
+The library's language models mask the tokens of an image causally. Families that were trained otherwise name the layers
+in `VisionFamily.both_ways`.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from engine.processing.vision_family import LayerKind
 from engine.worker.kv_cache import SequenceCache
 
 CACHES: dict[LayerKind, type] = {"full": KVCache, "window": RotatingKVCache}
+"""Class of a row's cache by the kind of its layer."""
 
 
 @contextmanager
@@ -35,10 +36,10 @@ def both_ways(cache: SequenceCache, places: np.ndarray, length: int, kinds: froz
     """
     run = np.full(length, -1)
     run[places] = np.cumsum(np.diff(places, prepend=-1) > 1)
-    is_same = mx.array((run[:, None] == run) & (run >= 0))
+    later = mx.array(np.triu((run[:, None] == run) & (run >= 0), 1))  # the mask of the cache has the earlier ones
     chosen = [layer for layer in cache if isinstance(layer, tuple(CACHES[kind] for kind in kinds))]
     for layer in chosen:
-        layer.make_mask = partial(_mask, type(layer), layer, is_same)
+        layer.make_mask = partial(_mask, type(layer), layer, later)
     try:
         yield
     finally:
@@ -47,11 +48,11 @@ def both_ways(cache: SequenceCache, places: np.ndarray, length: int, kinds: froz
 
 
 def _mask(
-    kind: Any, layer: Any, is_same: mx.array, num_new: int, window_size: int | None = None, return_array: bool = False
+    kind: Any, layer: Any, later: mx.array, num_new: int, window_size: int | None = None, return_array: bool = False
 ) -> mx.array | None:
     """Return the mask of the cache's class, bool [num_new, keys], which ends with the chunk's own tokens."""
     if num_new == 1:
         return kind.make_mask(layer, num_new, window_size=window_size, return_array=return_array)
     mask = kind.make_mask(layer, num_new, window_size=window_size, return_array=True)
-    own = mask[..., -num_new:] | mx.triu(is_same)
+    own = mask[..., -num_new:] | later
     return mx.concatenate([mask[..., :-num_new], own], axis=-1)

@@ -203,7 +203,8 @@ class LanguageModel:
 
     def embed_for_layers(self, token_ids: mx.array) -> mx.array:
         """Embed tokens as the layers take them beside image features. Those of Gemma 4 scale only what they embed."""
-        return self.embed(token_ids) * getattr(self._embedder, "embed_scale", 1.0)
+        embeds, scale = self.embed(token_ids), getattr(self._embedder, "embed_scale", None)
+        return embeds if scale is None else embeds * scale
 
     def per_layer_inputs(self, token_ids: mx.array, places: np.ndarray) -> mx.array | None:
         """Return what each layer of Gemma 4's small models reads of tokens [1, L]; None for other models.

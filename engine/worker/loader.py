@@ -30,6 +30,7 @@ from engine.processing.context import REACH, choose_context, declared_scalings, 
 from engine.processing.pooling import EmbeddingModel
 from engine.processing.reranker import Reranker
 from engine.processing.tokenizer_match import why_different
+from engine.processing.vision_families import vision_family
 from engine.processing.weight_file import fingerprint, has_output_layer
 from engine.start_phase import StartPhase
 from engine.worker import cuda_kernel, mtp_loader
@@ -293,7 +294,10 @@ def _facts(config: EngineConfig, opened: OpenedModel) -> tuple[str, ...]:
     """Return what the states of prompts depend on beside the weights."""
     kv_bits = f"{config.kv_cache.bits} bits per key and value"
     expanded = f"{opened.expansion.num_expanded} quantized modules expanded"
-    return opened.dtype, *COMPUTED_BY, device_kind(), kv_bits, expanded, *opened.rope_facts
+    family = vision_family(opened.config) if "image" in opened.media_kinds else None
+    layers = [] if family is None else sorted(family.both_ways(opened.config))
+    masks = [f"image tokens see each other in {' and '.join(layers)} layers"] if layers else []
+    return opened.dtype, *COMPUTED_BY, device_kind(), kv_bits, expanded, *opened.rope_facts, *masks
 
 
 def expand_weights(config: EngineConfig, module: nn.Module, dtype: str) -> Expansion:

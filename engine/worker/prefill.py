@@ -269,8 +269,8 @@ class Prefill:
         skipped, places = prompt.num_image_tokens_restored, prompt.image_index[first:last] - start
         features = prompt.all_features[int(first) - skipped : int(last) - skipped].astype(embeds.dtype)
         embeds[0, mx.array(places)] = features[:, : embeds.shape[-1]]
-        if self.both_ways and end in prompt.image_index:
-            assert end - 1 not in prompt.image_index, "the scheduler ends no chunk inside an image"
+        is_inside = np.isin((end - 1, end), prompt.image_index).all()
+        assert not (self.both_ways and is_inside), "the scheduler ends no chunk inside an image"
         per_layer = self._language_model.per_layer_inputs(token_ids, places)
         return ImageChunk(embeds, places, features[:, embeds.shape[-1] :], self.both_ways, per_layer)
 

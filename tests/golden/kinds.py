@@ -12,7 +12,7 @@ import httpx
 from tests.e2e.clients.captured import Captured, distinct, load
 from tests.e2e.hostile.attack import Outcome
 from tests.e2e.hostile.replies import Reply
-from tests.e2e.hostile.rows import Cost, Http, Row
+from tests.e2e.hostile.rows import Http, Row
 from tests.e2e.hostile.table import GROUPS
 from tests.golden import one_process, recorded
 from tests.golden.exchange import Exchange, exchange
@@ -21,9 +21,6 @@ FILES = Path(__file__).parent / "files"
 
 UNFROZEN = {"16 URLs of one dead host": "the error names the image whose connection failed first"}
 """Hostile rows with several right answers, and why."""
-
-COSTS: tuple[Cost, Cost] = ("small", "large")
-"""The costs of the hostile rows whose answers are frozen."""
 
 NOW = ("work", "queue", "answers")
 """Keys of a status page that depend on the requests of this moment, or on those before it."""
@@ -37,7 +34,7 @@ class Kind:
         name: Of the file, without its suffix.
         title: First line of the file.
         small: Sends the requests; the answers by name.
-        large: The same for requests that take long; the gate sends none of them.
+        large: The same for requests that take memory or seconds; the gate sends none of them.
     """
 
     name: str
@@ -54,20 +51,20 @@ class Kind:
         return FILES / f"{self.name}.txt"
 
 
-def well_formed(rows: Sequence[Row], cost: Cost) -> list[Row]:
-    """Return the rows of a cost that need no connection of their own."""
-    return [row for row in rows if isinstance(row.request, Http) and row.cost == cost]
+def well_formed(rows: Sequence[Row], is_large: bool) -> list[Row]:
+    """Return the rows that need no connection of their own: those with the cost `large`, or all others."""
+    return [row for row in rows if isinstance(row.request, Http) and (row.cost == "large") == is_large]
 
 
 @cache
-def hostile_outcomes(cost: Cost) -> dict[str, Outcome]:
-    """Return what the graph in one process answers to all well-formed rows of a cost; sent once per process."""
-    return one_process.send([row for rows in GROUPS.values() for row in well_formed(rows, cost)])
+def hostile_outcomes(is_large: bool) -> dict[str, Outcome]:
+    """Return what the graph in one process answers to all well-formed rows, large or not; sent once per process."""
+    return one_process.send([row for rows in GROUPS.values() for row in well_formed(rows, is_large)])
 
 
-def _hostile(rows: Sequence[Row], cost: Cost) -> dict[str, Exchange]:
-    frozen = [row for row in well_formed(rows, cost) if row.name not in UNFROZEN]
-    outcomes = hostile_outcomes(cost) if frozen else {}
+def _hostile(rows: Sequence[Row], is_large: bool) -> dict[str, Exchange]:
+    frozen = [row for row in well_formed(rows, is_large) if row.name not in UNFROZEN]
+    outcomes = hostile_outcomes(is_large) if frozen else {}
     return {row.name: _frozen(row, reply) for row in frozen for reply in outcomes[row.name].replies}
 
 
@@ -112,9 +109,9 @@ def _openapi() -> dict[str, Exchange]:
 
 def kinds() -> Iterator[Kind]:
     for group, rows in GROUPS.items():
-        if any(well_formed(rows, cost) for cost in COSTS):
+        if well_formed(rows, False) or well_formed(rows, True):
             name = f"hostile {group}".replace(" ", "_")
-            small, large = (partial(_hostile, rows, cost) for cost in COSTS)
+            small, large = (partial(_hostile, rows, is_large) for is_large in (False, True))
             yield Kind(name, f"Answers to hostile requests: {group}.", small, large)
     for client in sorted({one.client for one in load()}):
         title = f"Answers of a scripted backend to requests of a real client: {client}."

@@ -36,9 +36,6 @@ class Answer(Protocol):
         ...
 
 
-Cost = Literal["small", "large", "slow"]
-
-
 @dataclass(frozen=True)
 class Row:
     """name: unique in the table. limit: the rule or option that the request runs into. cost: `small` rows are sent
@@ -49,7 +46,7 @@ class Row:
     request: Request
     limit: str
     answer: Answer
-    cost: Cost = "small"
+    cost: Literal["small", "large", "slow"] = "small"
     within_s: float = 120.0
 
     def check(self, replies: Sequence[Reply]) -> None:

@@ -20,7 +20,9 @@ from engine.processing.media import frames_of
 from engine.processing.message import text_part, video_part
 from engine.processing.tokenizer import ChatTokenizer
 from engine.processing.video_grid import CutVideo, VideoGrid
+from engine.processing.vision_families import GEMMA3
 from engine.protocol import EngineRequest, ImagePatches, SamplingParams
+from engine.worker import loader
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver, fix_prefill_costs
@@ -259,3 +261,11 @@ def test_memory_between_the_pieces_of_an_image_is_reserved(sighted):
 def test_rows_with_images_leave_no_memory_behind(sighted):
     memory = sighted.runner.memory()
     assert memory["decode_cache_bytes"] == memory["prefill_cache_bytes"] == 0
+
+
+def test_states_that_were_computed_with_other_masks_are_of_another_model(tmp_path, monkeypatch):
+    """Of an earlier version on disk, for example."""
+    config = EngineConfig(model=str(make(tmp_path / "model", SIGHTED["gemma3"])))
+    with_own_masks = load_cold(config).fingerprint
+    monkeypatch.setattr(loader, "vision_family", lambda config: replace(GEMMA3, both_ways=lambda config: frozenset()))
+    assert load_cold(config).fingerprint != with_own_masks
