@@ -16,7 +16,7 @@ import pytest
 from websockets.sync.client import connect
 
 START_TIMEOUT_S = 60.0
-WAIT_S = 20.0
+WAIT_S = 60.0
 POLL_S = 0.03
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")

@@ -30,7 +30,7 @@ from tests.deployments.http.conftest import FakeBackend
 from tests.e2e.server import free_port
 
 START_TIMEOUT_S = 120.0
-WAIT_S = 20.0
+WAIT_S = 60.0
 ADMIN, ANN = "key-of-the-administrator", "key-of-ann"
 IMAGES = frozenset({"image"})
 

@@ -109,7 +109,7 @@ Planned = tuple[EngineRequest, SpecPrefillReport | None]
 
 def plan(planner: SparsePlanner, request: ChatRequest = ASKED, engine_request: EngineRequest | None = None) -> Planned:
     async def go() -> Planned:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await planner.plan(request, prompt() if engine_request is None else engine_request)
 
     return asyncio.run(go())

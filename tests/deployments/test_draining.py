@@ -82,7 +82,7 @@ def test_drain_action_runs_once_when_serve_stops_the_replica(replica: FakeReplic
         await asyncio.sleep(0.02)
         assert done == []
         replica._shutting_down = True
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await task
         return done
 

@@ -23,7 +23,7 @@ from tests.support.timelines import assert_sums
 pytestmark = pytest.mark.server
 
 NUM_KILLS = int(os.environ.get("ORCHARD_KILLS", "1"))
-PHASE_TIMEOUT_S = 30.0
+PHASE_TIMEOUT_S = 60.0
 LONG_TOKENS, SCORED_TOKENS = 6000, 10_000
 """Prompts that are taken in, or scored, for seconds."""
 

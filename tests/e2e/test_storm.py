@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.server, pytest.mark.night("the gate abandons requests 
 
 NUM_REQUESTS = int(os.environ.get("ORCHARD_STORM_REQUESTS", "300"))
 SEED = 7
-IDLE_TIMEOUT_S = 30.0
+IDLE_TIMEOUT_S = 60.0
 MIB = 2**20
 MAX_ACTIVE_GROWTH = MIB // 8
 """MLX's books are exact; a row of any kind holds more than that, as it has recurrent states."""

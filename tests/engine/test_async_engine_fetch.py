@@ -46,7 +46,7 @@ def run_engines(
             for engine in engines:
                 await engine.wait_ready()
                 await engine._thread.call(lambda core: fix_prefill_costs(core, 0.0, 0.1))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await test(*engines)
         finally:
             for engine in engines:

@@ -130,7 +130,7 @@ def test_a_request_whose_grammar_is_being_compiled_is_moved_at_once():
         waiting = asyncio.create_task(collect(engine, replace(request(n=2), grammar=GrammarSpec("json_object"))))
         await until(lambda: bool(engine._open.streams))
         await engine.move_all()
-        chunks = await asyncio.wait_for(waiting, 5.0)
+        chunks = await asyncio.wait_for(waiting, 60)
         assert [(chunk.index, chunk.finish_reason) for chunk in chunks] == [
             (0, FinishReason.MOVED),
             (1, FinishReason.MOVED),

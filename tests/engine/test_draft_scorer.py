@@ -36,7 +36,7 @@ def run(test: Callable[[AsyncDraftScorer], Awaitable], make_scorer: Any = load_s
         scorer = AsyncDraftScorer(settings, EngineConfig(), make_scorer=make_scorer)
         await scorer.wait_ready()
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await test(scorer)
         finally:
             await scorer.shutdown()

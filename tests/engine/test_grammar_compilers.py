@@ -58,7 +58,7 @@ class FakeCompiler:
     def __init__(self, model_dir, vocab_size, stop_token_ids, config, free_limits):
         type(self).made += 1
         assert threading.current_thread() is not threading.main_thread(), "it reads the tokenizer"
-        assert self.makes.wait(5)
+        assert self.makes.wait(60)
         if type(self).made <= self.broken:
             raise EngineFailed("there is no tokenizer.json")
         assert (vocab_size, tuple(stop_token_ids)) == (VOCAB_SIZE, (STOP,)) and model_dir.is_dir()

@@ -66,14 +66,14 @@ def test_an_id_may_be_used_again_once_its_request_is_closed():
 def test_waiting_ends_when_no_request_is_open():
     async def go() -> None:
         requests = OpenRequests(CONFIG)
-        await asyncio.wait_for(requests.wait_closed(), 5)
+        await asyncio.wait_for(requests.wait_closed(), 60)
         keys = [opened(requests, request(name)) for name in ("a", "b")]
         waiting = asyncio.ensure_future(requests.wait_closed())
         requests.close(keys[0])
         await asyncio.sleep(0.01)
         assert not waiting.done() and requests.compiling == {keys[1]}
         requests.close(keys[1])
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, 60)
         assert not requests.compiling
 
     asyncio.run(go())

@@ -7,7 +7,7 @@ import pytest
 
 from engine.start_phase import StartPhase
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def test_a_phase_says_when_it_begins_how_far_it_is_and_how_long_it_took(caplog: pytest.LogCaptureFixture):

@@ -29,7 +29,7 @@ from tests.support.driver import fix_prefill_costs
 from tests.support.fake_runner import BYTES_PER_TOKEN, STATE_BYTES, FakeRunner
 
 SYSTEM_KEY = 1
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 def make_runner(config: EngineConfig, progress: Callable[[float], None]) -> FakeRunner:

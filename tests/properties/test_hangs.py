@@ -23,7 +23,7 @@ from tests.support.faults import Armed, Failing, Faults, Hanging, nothing
 from tests.support.faulty_engine import PLAIN, REGEX, THREE, TINY, Bench, Reader, with_picture
 
 STEP_TIMEOUT_S = 1.0
-SOON_S = 8.0
+SOON_S = 30.0
 """From the beginning of a hang: a generous multiple, as the machine may be busy."""
 
 

@@ -315,13 +315,13 @@ class FakeRunner:
 
 
 def run_engine(test: Callable[[AsyncEngine], Awaitable], runner: Any, config: Mapping[str, Any]) -> None:
-    """The test with an engine around this runner, for at most 20 s."""
+    """The test with an engine around this runner, for at most 60 s."""
 
     async def main() -> None:
         engine = AsyncEngine(EngineConfig.model_validate(config), lambda config, progress: runner)
         await engine.wait_ready()
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await test(engine)
         finally:
             await engine.shutdown()
@@ -329,7 +329,7 @@ def run_engine(test: Callable[[AsyncEngine], Awaitable], runner: Any, config: Ma
     asyncio.run(main())
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.005)

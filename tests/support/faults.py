@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from engine.worker.decode import JoiningRow
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 """No test waits longer for anything that a fault holds up: then the test itself is wrong."""
 
 Phase = Literal["before", "after"]

@@ -102,7 +102,7 @@ class Graph(FakeHandle):
 
 def run(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     async def bounded() -> Any:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await make()
 
     return asyncio.run(bounded())

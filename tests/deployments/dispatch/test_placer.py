@@ -78,7 +78,7 @@ def request(name: str = "r", words: str = "What is 12 + 30?", **fields: Any) -> 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
     async def bounded() -> Any:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await work
 
     return asyncio.run(bounded())

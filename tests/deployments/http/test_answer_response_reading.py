@@ -10,7 +10,7 @@ from engine.errors import Overloaded
 
 
 async def until(condition):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -63,11 +63,11 @@ def test_unread_request_ends_by_cancel_drain_or_timeout(connect, backend, end, s
         config = {"body_grace_s": 0.05, "min_body_bytes_per_s": 10**9} if end == "time" else {}
         connection, task = sending(connect, config=config)
         await until(lambda: connection.num_received == 2)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             if end == "cancel":
                 assert await backend.cancel("mine")
             elif end == "drain":
-                await backend.in_flight.drain(60)
+                await backend.in_flight.drain(600)
             await task
         assert error_of(connection) == (status, code)
         retry_after = dict(connection.sent[0]["headers"]).get(b"retry-after")
@@ -85,7 +85,7 @@ def test_client_that_disconnects_while_sending_its_body_leaves_no_request_in_fli
         connection, task = sending(connect)
         await until(lambda: connection.num_received == 2)
         connection.left.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await task
         assert connection.status == 499 and backend.requests == []
         assert backend.in_flight.status()["num_in_flight"] == 0

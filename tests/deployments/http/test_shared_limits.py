@@ -76,7 +76,7 @@ async def send(limits: SharedLimits, key: KeyIdentity, num_choices: int = 1, num
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
     async def bounded() -> Any:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await work
 
     return asyncio.run(bounded())

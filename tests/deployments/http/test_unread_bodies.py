@@ -18,7 +18,7 @@ from tests.support.clock import Clock
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await work
 
     asyncio.run(bounded())

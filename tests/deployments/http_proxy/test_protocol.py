@@ -77,7 +77,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 def run(work: Any) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await work
 
     asyncio.run(bounded())

@@ -74,7 +74,7 @@ def test_a_silent_engine_delays_a_scrape_only_for_a_while(monkeypatch: pytest.Mo
     replicas = NodeReplicas("demo", Replicas("figures", {HERE: 30.0}), {}, None)  # pyright: ignore[reportArgumentType]
 
     async def go() -> Figures:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await replicas.figures()
 
     assert asyncio.run(go()) == (NodeFigures(model="demo"), [])

@@ -47,7 +47,7 @@ def test_a_slow_grammar_times_out_and_serves_a_later_request_once_compiled() -> 
     with pytest.raises(InvalidRequest, match=r"takes longer than 0\.01 s"):
         asyncio.run(compiler.compile(SLOW))
 
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         try:
             assert isinstance(asyncio.run(compiler.compile(SLOW)).masks(), np.ndarray)

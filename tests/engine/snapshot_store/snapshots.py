@@ -18,7 +18,7 @@ MODEL = "model-a"
 OTHER_MODEL = "model-b"
 ROOMY = 1 << 30
 SIZE = 1 << 14
-WAIT_S = 30
+WAIT_S = 60
 TICKS = itertools.count(10**18)
 
 

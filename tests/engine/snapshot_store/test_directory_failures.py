@@ -204,7 +204,7 @@ for _ in range(200):
             files.flush()
         case _:
             try:
-                assert_same_arrays(files.load(meta.digest).result(30), arrays_of(name, 1 << 15))
+                assert_same_arrays(files.load(meta.digest).result(60), arrays_of(name, 1 << 15))
             except SnapshotLost:
                 pass
 files.close(30)

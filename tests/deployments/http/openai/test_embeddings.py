@@ -113,7 +113,7 @@ def test_embedding_request_without_a_ready_engine_is_a_503(embed, backend):
 
 def run_all(request: EmbedRequest, one: Any) -> Embeddings:
     async def go() -> Embeddings:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await embed_all(request, one)
 
     return asyncio.run(go())

@@ -242,7 +242,7 @@ def test_a_file_is_kept_when_its_parent_is_evicted_from_memory_while_it_is_read(
     assert system is not None
     cache.forget_memory(system)
     monkeypatch.undo()
-    read.set_result(load(turn.digest).result(10))
+    read.set_result(load(turn.digest).result(60))
     engine.run({0: []})
     assert engine.tokens["c"] == answer(request("c", SYSTEM, [1] * 90))
     assert 130 in {meta.num_tokens for meta in engine.files.entries()}

@@ -135,7 +135,7 @@ def test_a_snapshot_that_was_never_written_is_written_on_demand(nodes):
     there, here = nodes(), nodes()
     there.serve(request("t", *turns(3)))
     holder = there.holder(LENGTH)
-    there.files.clear().result(10)
+    there.files.clear().result(60)
     assert there.files.entries() == []
     assert here.serve(replace(request("again", *turns(4)), holder=holder)) == [LENGTH]
 
@@ -259,7 +259,7 @@ def test_the_transfer_of_an_aborted_request_is_stopped(nodes):
     assert prompt.session is not None and prompt.session.fetching is not None
     fetching = prompt.session.fetching
     here.run({0: []}, {0: ["again"]})
-    assert fetching.fetch.done.result(10).failure == "stopped"
+    assert fetching.fetch.done.result(60).failure == "stopped"
     stopped.set()
     relay.close()
 
