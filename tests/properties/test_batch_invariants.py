@@ -248,7 +248,7 @@ def bench_of(tiny_model: Callable[..., Path]) -> Iterator[Callable[[str], Bench]
 @pytest.mark.parametrize("name", KINDS)
 def test_a_request_gets_the_same_tokens_alone_and_in_any_batch(bench_of, name):
     bench: Bench = bench_of(name)
-    check_many(bench, name, int((NUM_SCHEDULES or 60) * KINDS[name].share))
+    check_many(bench, name, int((NUM_SCHEDULES or 40) * KINDS[name].share))
     figures = bench.figures
     for what in ("resumed to the end", "parsed", "ended by stop", "ended by length", "length inside a draft"):
         assert figures[what], f"the schedules have nothing {what}"

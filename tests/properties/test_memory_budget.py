@@ -160,7 +160,7 @@ def test_memory_of_the_demo_model_matches_the_budget(demo: MLXRunner, asked: Cal
 
 @pytest.mark.parametrize(
     "asked",
-    [pytest.param(lambda: requests(10, 400, 200), id="many"), pytest.param(lambda: requests(2, 3000, 100), id="long")],
+    [pytest.param(lambda: requests(10, 400, 100), id="many"), pytest.param(lambda: requests(2, 3000, 100), id="long")],
 )
 def test_memory_of_a_model_with_few_weights_matches_the_budget(
     wide: MLXRunner, asked: Callable[[], list[EngineRequest]]

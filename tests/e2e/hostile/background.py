@@ -20,7 +20,7 @@ QUESTIONS = {"What is 12 + 30?": "42", "Tell me a story.": ""}
 """And what must be in the answer, which is always the same one."""
 
 ANSWER_TIMEOUT_S = 120.0
-PAUSE_S = 0.05
+PAUSE_S = 0.5
 
 
 @dataclass
