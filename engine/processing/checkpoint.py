@@ -127,6 +127,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 
     InternVL's own repositories have an `llm_config`, and their image token is known by its name alone. Molmo2's have
     an `image_patch_id`, and the two parts of the vision tower at the top, where the library looks for them too.
+    Phi-3-vision's have an `img_processor`, and fixed sizes of the tower.
 
     Raises:
         EngineFailed: The file is missing or broken.
@@ -138,6 +139,8 @@ def read_config(model_dir: Path) -> dict[str, Any]:
         config["image_token_id"] = config.get("image_patch_id")
         if "vit_config" in config and not config.get("vision_config"):
             config["vision_config"] = {key: config.get(key, {}) for key in ("vit_config", "adapter_config")}
+    if config.get("model_type") == "phi3_v" and config.get("img_processor") and not config.get("vision_config"):
+        config["vision_config"] = config["img_processor"]
     family = vision_family(config)
     if family is not None and family.image_token is not None and image_token_id(config) is None:
         token_id = _added_tokens(model_dir).get(family.image_token)

@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.processing.anyres_grid import AnyresGrid
 from engine.processing.area_grid import AreaGrid
+from engine.processing.hd_grid import HDGrid
 from engine.processing.image_grid import ImageGrid
 from engine.processing.naflex_grid import NaFlexGrid
 from engine.processing.native_grid import NativeGrid, most_tokens
@@ -359,6 +360,15 @@ def _deepseek_ocr_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -
     )
 
 
+def _phi3_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> HDGrid:
+    """Return the grid of CLIP's tower, whose sizes are not in config.json."""
+    num_crops = settings.get("num_crops")
+    if type(num_crops) is not int or num_crops < 1:
+        raise ValueError(f"num_crops is {num_crops!r}; it must be an integer of at least 1")
+    _check_crops("num_crops", num_crops)
+    return HDGrid(patch_size=14, merge_size=2, resample=int(settings["resample"]), side=336, max_tiles=num_crops)
+
+
 def _phi4_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> NaFlexGrid:
     """Return the grid with the limits of config.json, with which an image processor's own must agree."""
     vision, tower = config["vision_config"], str(config.get("mm_vision_tower"))
@@ -406,6 +416,7 @@ GRIDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageGrid]] = 
     "llava_next": _llava_next_grid,
     "llava_onevision": _llava_onevision_grid,
     "molmo2": _molmo2_grid,
+    "phi3_v": _phi3_grid,
     "phi4_siglip": _phi4_grid,
     "kimi_vl": _kimi_grid,
     "lfm2_vl": _lfm2_grid,

@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 from engine.processing.anyres_grid import AnyresGrid
 from engine.processing.area_grid import AreaGrid
+from engine.processing.hd_grid import HDGrid
 from engine.processing.image_grid import ImageGrid
 from engine.processing.naflex_grid import NaFlexGrid
 from engine.processing.native_grid import NativeGrid
@@ -23,6 +24,7 @@ KINDS: dict[str, type[ImageGrid]] = {
     for kind in (
         AnyresGrid,
         AreaGrid,
+        HDGrid,
         NaFlexGrid,
         NativeGrid,
         OverlapGrid,

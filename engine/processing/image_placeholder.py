@@ -169,3 +169,18 @@ def _crop_marks(strings: SpecialStrings) -> tuple[str, str, str]:
     ends, ends_whole = given("image_use_col_tokens", True), given("use_single_crop_col_tokens")
     whole, row = ("<im_col>" * bool(one) for one in (ends if ends_whole is None else ends_whole, ends))
     return "<low_res_im_start>" if given("use_single_crop_start_token", True) else "<im_start>", whole, row
+
+
+def in_phi3(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    """One run before the token with which the text behind the image begins, as Phi-3-vision has it.
+
+    Its processor encodes the texts before, between and behind the images one by one. The numbers of `<|image_1|>` and
+    the others tell it the order of the images alone; the model sees only their features.
+    """
+    return ImagePlaceholder(strings.image + "".join(phi3_marks(strings, {})), (image.num_tokens,))
+
+
+def phi3_marks(strings: SpecialStrings, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the token with which Phi-3-vision's tokenizer begins a text, unless it begins none."""
+    if strings.config.get("add_bos_token") is not False:
+        yield strings.named("bos_token", "<s>")

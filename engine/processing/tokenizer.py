@@ -71,7 +71,8 @@ class ChatTokenizer:
         self._template = ChatTemplate(
             model_dir,
             is_plain=family is not None and family.is_plain,
-            adds_beginning=family is not None and family.adds_beginning,
+            adds_beginning=family is not None
+            and family.begins_prompts(read_optional_json(model_dir / "tokenizer_config.json")),
         )
         self._tokenizer: Tokenizer = self._template.backend_tokenizer
         self._tokenizer.no_truncation()

@@ -14,9 +14,11 @@ from engine.processing.image_placeholder import (
     in_gemma4,
     in_internvl,
     in_marked_tiles,
+    in_phi3,
     in_rows,
     in_tiles,
     one_run,
+    phi3_marks,
     tile_marks,
 )
 from engine.processing.vision_family import LayerKind, VisionFamily, value_at
@@ -281,6 +283,32 @@ LFM2_VL = VisionFamily(
         "temporal_patch_size": 1,
     },
 )
+PHI3_V = VisionFamily(
+    name="phi3_v",
+    model_types=frozenset(("phi3_v",)),
+    processors=frozenset(("Phi3VImageProcessor",)),
+    placeholder=in_phi3,
+    marks=phi3_marks,
+    image_token="<|image|>",  # config.json names none
+    in_text=lambda strings: f"{strings.image}\n",
+    adds_beginning=True,
+    heeds_add_bos=True,
+    setting_values={"num_img_tokens": 144},
+    config_values={
+        "embd_layer.embedding_cls": "image",
+        "embd_layer.hd_transform_order": "sub_glb",
+        "embd_layer.projection_cls": "mlp",
+        "embd_layer.use_hd_transform": True,
+        "embd_layer.with_learnable_separator": True,
+        "img_processor.image_dim_out": 1024,
+        "img_processor.layer_idx": -2,
+        "img_processor.model_name": "openai/clip-vit-large-patch14-336",
+        "img_processor.name": "clip_vision_model",
+        "img_processor.num_img_tokens": 144,
+        "img_processor.type_feature": "patch",
+    },
+    defaults={"resample": 2, "temporal_patch_size": 1, "rescale_divisor": 255},
+)
 PHI4_SIGLIP = VisionFamily(
     name="phi4_siglip",
     model_types=frozenset(("phi4-siglip",)),
@@ -341,6 +369,7 @@ FAMILIES = (
     MOLMO2,
     KIMI_VL,
     LFM2_VL,
+    PHI3_V,
     PHI4_SIGLIP,
     DEEPSEEK_OCR,
     DEEPSEEK_OCR_2,

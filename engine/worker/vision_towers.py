@@ -10,6 +10,7 @@ from engine.worker.gemma4_tower import Gemma4Tower
 from engine.worker.lfm2_tower import Lfm2Tower
 from engine.worker.molmo2_tower import Molmo2Tower
 from engine.worker.moonvit_tower import MoonViTTower
+from engine.worker.phi3v_tower import Phi3VTower
 from engine.worker.phi4_tower import Phi4Tower
 from engine.worker.view_towers import DeepseekOCR2Tower, DeepseekOCRTower
 from engine.worker.vision_tower import Grid, TowerState, VisionTower, filled_frames, frame_bounds, frames, square_grids
@@ -250,6 +251,7 @@ TOWERS: dict[str, type[VisionTower]] = {
     "mistral3": Mistral3Tower,
     "molmo2": Molmo2Tower,
     "paddleocr_vl": PaddleOCRTower,
+    "phi3_v": Phi3VTower,
     "phi4-siglip": Phi4Tower,
     "pixtral": PixtralTower,
     "smolvlm": square_towers.Idefics3Tower,
