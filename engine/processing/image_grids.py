@@ -10,6 +10,7 @@ from engine.processing.image_grid import ImageGrid
 from engine.processing.naflex_grid import NaFlexGrid
 from engine.processing.native_grid import NativeGrid
 from engine.processing.overlap_grid import OverlapGrid
+from engine.processing.padded_overlap_grid import PaddedOverlapGrid
 from engine.processing.pan_grid import PanGrid
 from engine.processing.patch_grid import PatchGrid, RasterGrid
 from engine.processing.row_grid import RowGrid
@@ -28,6 +29,7 @@ KINDS: dict[str, type[ImageGrid]] = {
         NaFlexGrid,
         NativeGrid,
         OverlapGrid,
+        PaddedOverlapGrid,
         PanGrid,
         PatchGrid,
         RasterGrid,

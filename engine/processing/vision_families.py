@@ -14,13 +14,16 @@ from engine.processing.image_placeholder import (
     in_gemma4,
     in_internvl,
     in_marked_tiles,
+    in_molmo,
     in_phi3,
     in_rows,
     in_tiles,
+    molmo_marks,
     one_run,
     phi3_marks,
     tile_marks,
 )
+from engine.processing.pooled_patches import POOL
 from engine.processing.vision_family import LayerKind, VisionFamily, value_at
 
 QWEN_PROCESSORS = frozenset(
@@ -217,6 +220,37 @@ LLAVA_ONEVISION = VisionFamily(
         "temporal_patch_size": 1,
     },
 )
+MOLMO = VisionFamily(
+    name="molmo",
+    model_types=frozenset(("molmo",)),
+    processors=frozenset(("MolmoImageProcessor",)),
+    placeholder=in_molmo,
+    marker=lambda strings: "<|image|>",
+    in_text=lambda strings: "<|image|>",
+    marks=molmo_marks,
+    image_token="<im_patch>",
+    adds_beginning=True,
+    images_first=True,
+    adds_features=True,
+    setting_values={"do_normalize": True, "image_padding_mask": True},
+    config_values={
+        "vision_config.image_padding_embed": "pad_and_partial_pad",
+        "vision_config.image_pooling_2d": "attention-meanq",
+        "vision_config.image_pooling_h": POOL,
+        "vision_config.image_pooling_w": POOL,
+    },
+    defaults={
+        "base_image_input_size": [336, 336],
+        "image_patch_size": 14,
+        "image_token_length_h": 12,
+        "image_token_length_w": 12,
+        "max_crops": 12,
+        "overlap_margins": [4, 4],
+        "resample": 2,
+        "temporal_patch_size": 1,
+        "rescale_divisor": 255,
+    },
+)
 MOLMO2 = VisionFamily(
     name="molmo2",
     model_types=frozenset(("molmo2",)),
@@ -366,6 +400,7 @@ FAMILIES = (
     LLAVA_SIGLIP,
     LLAVA_NEXT,
     LLAVA_ONEVISION,
+    MOLMO,
     MOLMO2,
     KIMI_VL,
     LFM2_VL,

@@ -39,6 +39,10 @@ class VisionFamily:
     adds_beginning: bool = False
     """Whether the processor begins each prompt with the tokenizer's bos token, or its eos token if there is none, where
     the chat template does not."""
+    images_first: bool = False
+    """Whether all images of a prompt stand before its text, which then begins with a space."""
+    adds_features: bool = False
+    """Whether features are added to the embedding of the image token instead of replacing it."""
     heeds_add_bos: bool = False
     """Whether it does so only if the tokenizer does, by `add_bos_token` of tokenizer_config.json."""
     needs_processor: bool = True
