@@ -147,6 +147,8 @@ class ImagePatches:
     """Patches of all tiles without padding, or without those in which they overlap, likewise; else (0, 0)."""
     thumbnail: tuple[int, int] = (0, 0)
     """Patches along height and width of a thumbnail behind the tiles, if it has a shape of its own; else (0, 0)."""
+    inner: tuple[int, int] = (0, 0)
+    """Pixels along height and width of the image within the padding of its tiles, if the tower asks; else (0, 0)."""
     frame: FrameOfVideo | None = None  # None for an image.
 
     def without_pixels(self) -> "ImagePatches":

@@ -49,7 +49,8 @@ class ChatTemplate:
     def __init__(self, model_dir: Path, is_plain: bool = False, adds_beginning: bool = False):
         self._renderer = _load_renderer(model_dir, is_plain or EmbeddingModel.read(model_dir) is not None)
         beginning: Any = self._renderer.bos_token or self._renderer.eos_token if adds_beginning else None
-        self._beginning = str(beginning or "")
+        self.beginning = str(beginning or "")
+        """What each prompt begins with."""
 
     @property
     def backend_tokenizer(self) -> Tokenizer:
@@ -117,7 +118,7 @@ class ChatTemplate:
         return self._begun(str(rendered))
 
     def _begun(self, rendered: str) -> str:
-        return rendered if rendered.startswith(self._beginning) else self._beginning + rendered
+        return rendered if rendered.startswith(self.beginning) else self.beginning + rendered
 
     def try_render(self, kwargs: dict[str, Any], messages: Messages, add_generation_prompt: bool) -> str | None:
         """Render as `render`; return None if the template refuses."""

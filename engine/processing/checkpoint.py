@@ -127,6 +127,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 
     InternVL's own repositories have an `llm_config`, and their image token is known by its name alone. Molmo2's have
     an `image_patch_id`, and the two parts of the vision tower at the top, where the library looks for them too.
+    Phi-3-vision's have an `img_processor`, and fixed sizes of the tower. Molmo's have neither part of their own.
 
     Raises:
         EngineFailed: The file is missing or broken.
@@ -138,6 +139,10 @@ def read_config(model_dir: Path) -> dict[str, Any]:
         config["image_token_id"] = config.get("image_patch_id")
         if "vit_config" in config and not config.get("vision_config"):
             config["vision_config"] = {key: config.get(key, {}) for key in ("vit_config", "adapter_config")}
+    if config.get("model_type") == "phi3_v" and config.get("img_processor") and not config.get("vision_config"):
+        config["vision_config"] = config["img_processor"]
+    if config.get("model_type") == "molmo":
+        config.setdefault("vision_config", {})
     family = vision_family(config)
     if family is not None and family.image_token is not None and image_token_id(config) is None:
         token_id = _added_tokens(model_dir).get(family.image_token)
@@ -188,11 +193,13 @@ def vocab_size(config: dict[str, Any]) -> int:
 def num_embeddings(config: dict[str, Any]) -> int:
     """Return the number of rows of the embedding; every token id of a prompt is below it. Raises EngineFailed.
 
-    Molmo2 has further embeddings, of tokens around images, which its output layer lacks.
+    Molmo and Molmo2 have further embeddings, of tokens around images, which the output layer lacks.
     """
     size = vocab_size(config)
-    if not _is_molmo2(config):
+    if config.get("model_type") not in ("molmo", "molmo2"):
         return size
+    if not _is_molmo2(config):
+        size = text_section(config).get("embedding_size") or size
     more = text_section(config).get("additional_vocab_size", 128)
     if type(more) is not int or more < 0:
         raise EngineFailed(f"config.json: additional_vocab_size is {more!r}; it must be an integer of at least 0")

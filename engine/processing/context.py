@@ -42,6 +42,15 @@ CHUNKED = "llama4"
 REACH = "sliding_window, attention_chunk_size or floor_scale"
 """Fields of config.json that limit a context."""
 
+MOLMO_NAMES = {
+    "hidden_size": "d_model",
+    "intermediate_size": "mlp_hidden_size",
+    "num_attention_heads": "n_heads",
+    "num_hidden_layers": "n_layers",
+    "num_key_value_heads": "n_kv_heads",
+}
+"""Names of Molmo's sizes in mlx-vlm by those of its published config.json."""
+
 LIBRARY_DEFAULTS: dict[str, dict[str, Any]] = {"granitemoehybrid": {"time_step_limit": [0.0, float("inf")]}}
 """transformers' defaults by family where mlx-vlm has others and published checkpoints leave the field out."""
 
@@ -116,6 +125,7 @@ def library_config(config: EngineConfig, model_config: dict[str, Any]) -> dict[s
         EngineFailed: `rope_scaling` cannot be applied to this model.
     """
     changed = copy.deepcopy(model_config)
+    _set_molmo_text(changed)
     section = text_section(changed)
     parameters = section.get("rope_parameters")
     _set_gemma3_base(section)
@@ -143,6 +153,13 @@ def library_config(config: EngineConfig, model_config: dict[str, Any]) -> dict[s
         if isinstance(parameters, dict):
             section["rope_parameters"] = {**parameters, **scaling}
     return changed
+
+
+def _set_molmo_text(config: dict[str, Any]) -> None:
+    """Give a config.json of Molmo, which has the language model's sizes at the top, the part that mlx-vlm reads."""
+    if config.get("model_type") == "molmo" and not config.get("text_config") and "hidden_size" in config:
+        fields = {name: value for name, value in config.items() if not isinstance(value, dict)}
+        config["text_config"] = fields | {MOLMO_NAMES[name]: fields[name] for name in MOLMO_NAMES if name in fields}
 
 
 def _set_gemma3_base(section: dict[str, Any]) -> None:

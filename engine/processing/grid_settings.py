@@ -7,10 +7,12 @@ from typing import Any
 
 from engine.processing.anyres_grid import AnyresGrid
 from engine.processing.area_grid import AreaGrid
+from engine.processing.hd_grid import HDGrid
 from engine.processing.image_grid import ImageGrid
 from engine.processing.naflex_grid import NaFlexGrid
 from engine.processing.native_grid import NativeGrid, most_tokens
 from engine.processing.overlap_grid import OverlapGrid
+from engine.processing.padded_overlap_grid import PaddedOverlapGrid
 from engine.processing.pan_grid import PanGrid
 from engine.processing.patch_grid import PatchGrid, RasterGrid
 from engine.processing.pooled_patches import POOL
@@ -309,6 +311,28 @@ def _lfm2_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
+def _molmo_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> PaddedOverlapGrid:
+    """Return the grid for the tower of `vision_config`, or of the library's defaults where it has none."""
+    vision = config["vision_config"]
+    of_tower = [*vision.get("image_default_input_size", [336, 336]), vision.get("image_patch_size", 14)]
+    sizes = [*settings["base_image_input_size"], settings["image_patch_size"]]
+    if sizes != of_tower or of_tower[0] != of_tower[1]:
+        raise ValueError(f"its crops and patches have {sizes} pixels; the vision tower takes {of_tower}")
+    side, _, patch_size = of_tower
+    num_tokens = [settings["image_token_length_h"], settings["image_token_length_w"]]
+    if num_tokens != (expected := [side // patch_size // POOL] * 2) or side % (POOL * patch_size):
+        raise ValueError(f"a crop has {num_tokens} tokens along its sides; the vision tower makes {expected}")
+    margin, *others = settings["overlap_margins"]
+    most = (side // patch_size - 1) // 2
+    if others != [margin] or margin % POOL or not POOL <= margin <= most:
+        raise ValueError(f"overlap_margins are {[margin, *others]}; supported are two equal even numbers up to {most}")
+    if (max_crops := int(settings["max_crops"])) < 1:
+        raise ValueError(f"max_crops is {max_crops}; it must be at least 1")
+    _check_crops("max_crops", max_crops)
+    found = {"patch_size": patch_size, "merge_size": POOL, "side": side, "margin": margin, "max_crops": max_crops}
+    return PaddedOverlapGrid(**found, resample=int(settings["resample"]))
+
+
 def _molmo2_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> OverlapGrid:
     tower, size = config["vision_config"]["vit_config"], settings["size"]
     of_tower = tower.get("image_default_input_size", 378)
@@ -359,6 +383,15 @@ def _deepseek_ocr_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -
     )
 
 
+def _phi3_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> HDGrid:
+    """Return the grid of CLIP's tower, whose sizes are not in config.json."""
+    num_crops = settings.get("num_crops")
+    if type(num_crops) is not int or num_crops < 1:
+        raise ValueError(f"num_crops is {num_crops!r}; it must be an integer of at least 1")
+    _check_crops("num_crops", num_crops)
+    return HDGrid(patch_size=14, merge_size=2, resample=int(settings["resample"]), side=336, max_tiles=num_crops)
+
+
 def _phi4_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> NaFlexGrid:
     """Return the grid with the limits of config.json, with which an image processor's own must agree."""
     vision, tower = config["vision_config"], str(config.get("mm_vision_tower"))
@@ -405,7 +438,9 @@ GRIDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageGrid]] = 
     "llava_siglip": _llava_siglip_grid,
     "llava_next": _llava_next_grid,
     "llava_onevision": _llava_onevision_grid,
+    "molmo": _molmo_grid,
     "molmo2": _molmo2_grid,
+    "phi3_v": _phi3_grid,
     "phi4_siglip": _phi4_grid,
     "kimi_vl": _kimi_grid,
     "lfm2_vl": _lfm2_grid,

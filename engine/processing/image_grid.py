@@ -26,6 +26,9 @@ class ImageLayout:
     thumbnail: tuple[int, int] = (0, 0)
     """Patches along height and width of a thumbnail behind the tiles, if it has a shape of its own; else (0, 0)."""
 
+    inner: tuple[int, int] = (0, 0)
+    """Pixels along height and width of the image within the padding of its tiles, if the tower asks; else (0, 0)."""
+
     @property
     def num_patches(self) -> int:
         tiles, height, width = self.grid_thw

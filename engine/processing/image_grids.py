@@ -5,10 +5,12 @@ from dataclasses import asdict
 
 from engine.processing.anyres_grid import AnyresGrid
 from engine.processing.area_grid import AreaGrid
+from engine.processing.hd_grid import HDGrid
 from engine.processing.image_grid import ImageGrid
 from engine.processing.naflex_grid import NaFlexGrid
 from engine.processing.native_grid import NativeGrid
 from engine.processing.overlap_grid import OverlapGrid
+from engine.processing.padded_overlap_grid import PaddedOverlapGrid
 from engine.processing.pan_grid import PanGrid
 from engine.processing.patch_grid import PatchGrid, RasterGrid
 from engine.processing.row_grid import RowGrid
@@ -23,9 +25,11 @@ KINDS: dict[str, type[ImageGrid]] = {
     for kind in (
         AnyresGrid,
         AreaGrid,
+        HDGrid,
         NaFlexGrid,
         NativeGrid,
         OverlapGrid,
+        PaddedOverlapGrid,
         PanGrid,
         PatchGrid,
         RasterGrid,

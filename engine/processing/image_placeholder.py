@@ -169,3 +169,31 @@ def _crop_marks(strings: SpecialStrings) -> tuple[str, str, str]:
     ends, ends_whole = given("image_use_col_tokens", True), given("use_single_crop_col_tokens")
     whole, row = ("<im_col>" * bool(one) for one in (ends if ends_whole is None else ends_whole, ends))
     return "<low_res_im_start>" if given("use_single_crop_start_token", True) else "<im_start>", whole, row
+
+
+def in_molmo(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    """One run per row of the square of the whole image, then one per row of its crops together, as Molmo has it."""
+    runs, side = row_lengths(image.grid_thw[1], image.unpadded), image.grid_thw[1] // POOL
+    begin, end, row_end = molmo_marks(strings, {})
+    row = strings.image + row_end
+    return ImagePlaceholder(f"{begin}{row * side}{end}{begin}{row * (len(runs) - side)}{end}", runs)
+
+
+def molmo_marks(strings: SpecialStrings, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the tokens before and behind the rows of Molmo, and behind each of them."""
+    yield from ("<im_start>", "<im_end>", "<im_col>")
+
+
+def in_phi3(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    """One run before the token with which the text behind the image begins, as Phi-3-vision has it.
+
+    Its processor encodes the texts before, between and behind the images one by one. The numbers of `<|image_1|>` and
+    the others tell it the order of the images alone; the model sees only their features.
+    """
+    return ImagePlaceholder(strings.image + "".join(phi3_marks(strings, {})), (image.num_tokens,))
+
+
+def phi3_marks(strings: SpecialStrings, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the token with which Phi-3-vision's tokenizer begins a text, unless it begins none."""
+    if strings.config.get("add_bos_token") is not False:
+        yield strings.named("bos_token", "<s>")

@@ -87,6 +87,7 @@ def image_patches(cut: CutImage, grid: ImageGrid) -> ImagePatches:
         tiles=layout.tiles,
         unpadded=layout.unpadded,
         thumbnail=layout.thumbnail,
+        inner=layout.inner,
     )
 
 

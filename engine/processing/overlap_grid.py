@@ -56,17 +56,24 @@ class OverlapGrid(ImageGrid):
         return pooled(self.crop_side) ** 2 + pooled(height) * pooled(width)
 
     def target_size(self, width: int, height: int) -> tuple[int, int]:
+        return self._copy_size(width, height)
+
+    def _copy_size(self, width: int, height: int) -> tuple[int, int]:
         """Return the width and height of the copy that is cut into crops."""
-        new_height, new_width = self.layout(width, height).unpadded
+        new_height, new_width = self._layout(*self._rows_and_columns(width, height)).unpadded
         return new_width * self.patch_size, new_height * self.patch_size
 
     def _frames(self, image: Image.Image, width: int, height: int) -> list[Image.Image]:
-        copy = image.resize(self.target_size(width, height), resample=self.resample)
+        copy = self._resized(image, (width, height), self._copy_size(width, height))
         rows, columns = self._rows_and_columns(width, height)
         step = self.step * self.patch_size
         corners = [(column * step, row * step) for row in range(rows) for column in range(columns)]
         crops = [copy.crop((left, top, left + self.side, top + self.side)) for left, top in corners]
-        return [image.resize((self.side, self.side), resample=self.resample), *crops]
+        return [self._resized(image, (width, height), (self.side, self.side)), *crops]
+
+    def _resized(self, image: Image.Image, size: tuple[int, int], new_size: tuple[int, int]) -> Image.Image:
+        """Return a copy of an image in a new size. size: The image's width and height before a reduced decoding."""
+        return image.resize(new_size, resample=self.resample)
 
     def _layout(self, rows: int, columns: int) -> ImageLayout:
         unpadded = (rows * self.step + 2 * self.margin, columns * self.step + 2 * self.margin)

@@ -71,7 +71,8 @@ class ChatTokenizer:
         self._template = ChatTemplate(
             model_dir,
             is_plain=family is not None and family.is_plain,
-            adds_beginning=family is not None and family.adds_beginning,
+            adds_beginning=family is not None
+            and family.begins_prompts(read_optional_json(model_dir / "tokenizer_config.json")),
         )
         self._tokenizer: Tokenizer = self._template.backend_tokenizer
         self._tokenizer.no_truncation()
@@ -82,6 +83,7 @@ class ChatTokenizer:
         self.image_token_id: int | None = image_token_id(config)
         self._strings = strings = self._special_strings(model_dir, config)
         self._placeholder = one_run if family is None else family.placeholder
+        self._images_first = family is not None and family.images_first
         self._media_markers = None if self._strings is None else self._find_markers(config, family, self._strings)
         self._media_token_ids = {config.get(key) for key in ("image_token_id", "image_token_index", "video_token_id")}
         self._encode_known = lru_cache(MAX_BEGINNINGS)(lambda pieces: np.asarray(self._encode_pieces(pieces), np.int32))
@@ -324,7 +326,11 @@ class ChatTokenizer:
 
     def _with_placeholders(self, rendered: str, placeholders: Sequence[ImagePlaceholder]) -> str:
         """Replace the template's markers by the placeholders, in order; further markers stay."""
-        if self._media_markers is None or not placeholders:
+        if self._media_markers is None:
+            return rendered
+        if self._images_first:
+            return self._behind_images(self._media_markers, rendered, placeholders)
+        if not placeholders:
             return rendered
         left = iter(placeholders)
 
@@ -333,6 +339,15 @@ class ChatTokenizer:
             return match[0] if placeholder is None else placeholder.text
 
         return self._media_markers.sub(replaced, rendered)
+
+    def _behind_images(self, markers: re.Pattern[str], rendered: str, placeholders: Sequence[ImagePlaceholder]) -> str:
+        """Put the placeholders behind the beginning of the prompt, and then the text without as many markers."""
+        found = list(markers.finditer(rendered))[: len(placeholders)]
+        for match in reversed(found):
+            rendered = rendered[: match.start()] + rendered[match.end() :]
+        beginning, images = self._template.beginning, "".join(one.text for one in placeholders[: len(found)])
+        text = rendered.removeprefix(beginning)
+        return f"{beginning}{images}{'' if text[:1].isspace() else ' '}{text}"
 
     def _image_repeats(self, ids: np.ndarray, placeholders: Sequence[ImagePlaceholder]) -> np.ndarray:
         """Return the repetitions of each token, 1 except for image tokens, int64 [len(ids)]."""

@@ -14,11 +14,16 @@ from engine.processing.image_placeholder import (
     in_gemma4,
     in_internvl,
     in_marked_tiles,
+    in_molmo,
+    in_phi3,
     in_rows,
     in_tiles,
+    molmo_marks,
     one_run,
+    phi3_marks,
     tile_marks,
 )
+from engine.processing.pooled_patches import POOL
 from engine.processing.vision_family import LayerKind, VisionFamily, value_at
 
 QWEN_PROCESSORS = frozenset(
@@ -215,6 +220,37 @@ LLAVA_ONEVISION = VisionFamily(
         "temporal_patch_size": 1,
     },
 )
+MOLMO = VisionFamily(
+    name="molmo",
+    model_types=frozenset(("molmo",)),
+    processors=frozenset(("MolmoImageProcessor",)),
+    placeholder=in_molmo,
+    marker=lambda strings: "<|image|>",
+    in_text=lambda strings: "<|image|>",
+    marks=molmo_marks,
+    image_token="<im_patch>",
+    adds_beginning=True,
+    images_first=True,
+    adds_features=True,
+    setting_values={"do_normalize": True, "image_padding_mask": True},
+    config_values={
+        "vision_config.image_padding_embed": "pad_and_partial_pad",
+        "vision_config.image_pooling_2d": "attention-meanq",
+        "vision_config.image_pooling_h": POOL,
+        "vision_config.image_pooling_w": POOL,
+    },
+    defaults={
+        "base_image_input_size": [336, 336],
+        "image_patch_size": 14,
+        "image_token_length_h": 12,
+        "image_token_length_w": 12,
+        "max_crops": 12,
+        "overlap_margins": [4, 4],
+        "resample": 2,
+        "temporal_patch_size": 1,
+        "rescale_divisor": 255,
+    },
+)
 MOLMO2 = VisionFamily(
     name="molmo2",
     model_types=frozenset(("molmo2",)),
@@ -281,6 +317,32 @@ LFM2_VL = VisionFamily(
         "temporal_patch_size": 1,
     },
 )
+PHI3_V = VisionFamily(
+    name="phi3_v",
+    model_types=frozenset(("phi3_v",)),
+    processors=frozenset(("Phi3VImageProcessor",)),
+    placeholder=in_phi3,
+    marks=phi3_marks,
+    image_token="<|image|>",  # config.json names none
+    in_text=lambda strings: f"{strings.image}\n",
+    adds_beginning=True,
+    heeds_add_bos=True,
+    setting_values={"num_img_tokens": 144},
+    config_values={
+        "embd_layer.embedding_cls": "image",
+        "embd_layer.hd_transform_order": "sub_glb",
+        "embd_layer.projection_cls": "mlp",
+        "embd_layer.use_hd_transform": True,
+        "embd_layer.with_learnable_separator": True,
+        "img_processor.image_dim_out": 1024,
+        "img_processor.layer_idx": -2,
+        "img_processor.model_name": "openai/clip-vit-large-patch14-336",
+        "img_processor.name": "clip_vision_model",
+        "img_processor.num_img_tokens": 144,
+        "img_processor.type_feature": "patch",
+    },
+    defaults={"resample": 2, "temporal_patch_size": 1, "rescale_divisor": 255},
+)
 PHI4_SIGLIP = VisionFamily(
     name="phi4_siglip",
     model_types=frozenset(("phi4-siglip",)),
@@ -338,9 +400,11 @@ FAMILIES = (
     LLAVA_SIGLIP,
     LLAVA_NEXT,
     LLAVA_ONEVISION,
+    MOLMO,
     MOLMO2,
     KIMI_VL,
     LFM2_VL,
+    PHI3_V,
     PHI4_SIGLIP,
     DEEPSEEK_OCR,
     DEEPSEEK_OCR_2,

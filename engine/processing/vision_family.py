@@ -39,6 +39,12 @@ class VisionFamily:
     adds_beginning: bool = False
     """Whether the processor begins each prompt with the tokenizer's bos token, or its eos token if there is none, where
     the chat template does not."""
+    images_first: bool = False
+    """Whether all images of a prompt stand before its text, which then begins with a space."""
+    adds_features: bool = False
+    """Whether features are added to the embedding of the image token instead of replacing it."""
+    heeds_add_bos: bool = False
+    """Whether it does so only if the tokenizer does, by `add_bos_token` of tokenizer_config.json."""
     needs_processor: bool = True
     """Whether images need the configuration of an image processor; else config.json has the settings."""
     is_plain: bool = False
@@ -69,6 +75,10 @@ class VisionFamily:
     def settings(self, processor_config: Mapping[str, Any]) -> dict[str, Any]:
         """Return an image processor's configuration, completed by the defaults of its class."""
         return {**self.defaults, **{key: value for key, value in processor_config.items() if value is not None}}
+
+    def begins_prompts(self, tokenizer_config: Mapping[str, Any]) -> bool:
+        """Return whether the processor begins each prompt with a token. tokenizer_config: tokenizer_config.json."""
+        return self.adds_beginning and not (self.heeds_add_bos and tokenizer_config.get("add_bos_token") is False)
 
     def unsupported_reason(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> str | None:
         """Return why images of a checkpoint of this family are refused, None if they are accepted.

@@ -412,7 +412,8 @@ class MLXRunner:
         normalization = PatchNormalization.of(settings)
         has_crops = bool(settings.get("do_pan_and_scan"))
         tower = make_tower(model.module, model.config["model_type"], has_crops)
-        return VisionEncoder(tower, normalization, config.vision_cache_mb * 2**20, family.both_ways(model.config))
+        max_bytes, both_ways = config.vision_cache_mb * 2**20, family.both_ways(model.config)
+        return VisionEncoder(tower, normalization, max_bytes, both_ways, family.adds_features)
 
 
 def _check_reranker(model: loader.LoadedModel, language_model: LanguageModel) -> None:

@@ -103,6 +103,7 @@ class Prefill:
         self._vision = vision
         self.image_token_id = image_token_id
         self.both_ways = frozenset() if vision is None else vision.both_ways
+        self._adds_features = vision is not None and vision.adds_features
         self._slots_like: list[KeysValues] = []  # one token's keys and values per attention layer, once known
 
     def begin(self, request: Row) -> PromptState:
@@ -268,7 +269,8 @@ class Prefill:
         assert prompt.all_features is not None
         skipped, places = prompt.num_image_tokens_restored, prompt.image_index[first:last] - start
         features = prompt.all_features[int(first) - skipped : int(last) - skipped].astype(embeds.dtype)
-        embeds[0, mx.array(places)] = features[:, : embeds.shape[-1]]
+        at, inputs = (0, mx.array(places)), features[:, : embeds.shape[-1]]
+        embeds[at] = embeds[at] + inputs if self._adds_features else inputs
         is_inside = np.isin((end - 1, end), prompt.image_index).all()
         assert not (self.both_ways and is_inside), "the scheduler ends no chunk inside an image"
         per_layer = self._language_model.per_layer_inputs(token_ids, places)

@@ -44,6 +44,13 @@ def refusal(config: dict[str, Any]) -> str | None:
         for name in ("norm_after", "rope_scaling_layers"):
             if value := text_section(config).get(name):
                 return f"config.json has {name} {value!r}, which the library's module does not read"
+    if model_type == "molmo":
+        for name in ("attention_layer_norm", "norm_after"):
+            if value := text_section(config).get(name, config.get(name)):
+                return f"config.json has {name} {value!r}, which the library's module does not read"
+    window = config.get("sliding_window")
+    if model_type == "phi3_v" and isinstance(window, int) and window < config.get("max_position_embeddings", 0):
+        return f"config.json has sliding_window {window}, which the library's module does not read"
     if model_type in NEMOTRON_NAS and isinstance(blocks, list):
         attentions = [block.get("attention") if isinstance(block, dict) else None for block in blocks]
         for i, attention in enumerate(attentions):

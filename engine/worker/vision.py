@@ -34,6 +34,7 @@ class VisionEncoder:
         max_bytes: Limit of the cached features.
         both_ways: Layers of the language model in which the tokens of an image see each other; with any, no chunk of a
             prompt may end among them.
+        adds_features: Whether features are added to the embedding of the image token instead of replacing it.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class VisionEncoder:
         normalization: PatchNormalization,
         max_bytes: int,
         both_ways: frozenset[LayerKind] = frozenset(),
+        adds_features: bool = False,
     ):
-        self.both_ways = both_ways
+        self.both_ways, self.adds_features = both_ways, adds_features
         self._tower = tower
         self._norm = normalization
         self._max_bytes = max_bytes
@@ -113,7 +115,8 @@ class VisionEncoder:
         image, tower = encoding.image, self._tower
         start, end = encoding.num_done, min(encoding.num_done + max(num_blocks, 1), self.num_blocks)
         state = encoding.state or tower.begin(self._pixels(image), image.grid_thw)
-        state.tiles, state.unpadded, state.thumbnail = image.tiles, image.unpadded, image.thumbnail
+        state.tiles, state.unpadded, state.inner = image.tiles, image.unpadded, image.inner
+        state.thumbnail = image.thumbnail
         for index in range(start, end):
             tower.run_block(index, state)  # replaces the hidden states of the last piece, which frees them
             mx.async_eval(state.arrays)  # one by one: macOS aborts commands that keep the GPU for several seconds

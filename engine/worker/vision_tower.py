@@ -32,6 +32,8 @@ class TowerState:
     """The image's, see ImagePatches."""
     thumbnail: tuple[int, int] = (0, 0)
     """The image's, see ImagePatches."""
+    inner: tuple[int, int] = (0, 0)
+    """The image's, see ImagePatches."""
 
     @property
     def arrays(self) -> list[mx.array]:

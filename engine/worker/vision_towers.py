@@ -9,7 +9,9 @@ from engine.worker import square_towers
 from engine.worker.gemma4_tower import Gemma4Tower
 from engine.worker.lfm2_tower import Lfm2Tower
 from engine.worker.molmo2_tower import Molmo2Tower
+from engine.worker.molmo_tower import MolmoTower
 from engine.worker.moonvit_tower import MoonViTTower
+from engine.worker.phi3v_tower import Phi3VTower
 from engine.worker.phi4_tower import Phi4Tower
 from engine.worker.view_towers import DeepseekOCR2Tower, DeepseekOCRTower
 from engine.worker.vision_tower import Grid, TowerState, VisionTower, filled_frames, frame_bounds, frames, square_grids
@@ -248,8 +250,10 @@ TOWERS: dict[str, type[VisionTower]] = {
     "llava_next": square_towers.LlavaNextTower,
     "llava_onevision": square_towers.OnevisionTower,
     "mistral3": Mistral3Tower,
+    "molmo": MolmoTower,
     "molmo2": Molmo2Tower,
     "paddleocr_vl": PaddleOCRTower,
+    "phi3_v": Phi3VTower,
     "phi4-siglip": Phi4Tower,
     "pixtral": PixtralTower,
     "smolvlm": square_towers.Idefics3Tower,

@@ -43,6 +43,7 @@ class SightedFamily:
         embedder: Returns the function that embeds a prompt, for a library's model that takes one image per prompt.
         built: Context in which the library builds the model.
         rounded: Rounds normalised pixels as the library's processor does, and here the tower.
+        images_first: Whether the images of a prompt stand before its text, which begins with a space.
         both_ways: Layers, "full" and "window", in which transformers lets the tokens of an image see each other, which
             the library does not.
     """
@@ -60,6 +61,7 @@ class SightedFamily:
     embedder: Callable[[Any, dict[str, Any]], Callable[[Any], Any]] | None = None
     built: Callable[[], AbstractContextManager[None]] = nullcontext
     rounded: Callable[[np.ndarray], np.ndarray] = lambda pixels: pixels
+    images_first: bool = False
     both_ways: frozenset[str] = frozenset()
 
 

@@ -27,6 +27,8 @@ from tests.support.gemma4_family import GEMMA4_SIGHTED
 from tests.support.kimi_family import KIMI_VL
 from tests.support.lfm2_family import LFM2_VL, UNDIVIDED
 from tests.support.molmo2_family import MOLMO2
+from tests.support.molmo_family import MOLMO
+from tests.support.phi3v_family import PHI3_V
 from tests.support.phi4_family import PHI4
 from tests.support.sighted_family import (
     IDS,
@@ -245,10 +247,12 @@ SIGHTED: dict[str, SightedFamily] = {
     "llava_next": LLAVA_NEXT,
     "llava_onevision": ONEVISION,
     "mistral3": rows("mistral3", text("ministral3", WINDOWS, rope_parameters=SCALED_QUERIES), 2, seed=3),
+    "molmo": MOLMO,
     "molmo2": MOLMO2,
     "kimi_vl": KIMI_VL,
     "lfm2_vl": LFM2_VL,
     "lfm2-vl": UNDIVIDED,
+    "phi3_v": PHI3_V,
     "phi4-siglip": PHI4,
     "idefics3": idefics3("idefics3", text("llama"), seed=8),
     "smolvlm": idefics3("smolvlm", text("llama"), seed=8),
@@ -296,6 +300,11 @@ IN_WORDS: dict[str, tuple[str, str, str]] = {
         "one",
         "one run, with a token at the end of each row of the tiles",
     ),
+    "molmo": (
+        "overlapping crops of the enlarged image behind a square of the whole, in padding",
+        "one",
+        "one run per row, of the square and then of all crops together, before the text",
+    ),
     "molmo2": (
         "overlapping crops of the enlarged image behind a square of the whole",
         "one",
@@ -306,6 +315,12 @@ IN_WORDS: dict[str, tuple[str, str, str]] = {
         "patches of any shape, or tiles and a thumbnail of any shape",
         "one",
         "one run; or one per tile, each behind its row and column, and one of the thumbnail",
+    ),
+    "phi3_v": (
+        "tiles of the enlarged image in padding, and a square of the whole",
+        "one",
+        "one run, with a token at the end of each row of the tiles and of the square, at the place of the image in the "
+        "text",
     ),
     "phi4_siglip": (
         "patches of any shape, about as many as the image has",

@@ -15,6 +15,7 @@ from engine.worker.patches import (
     molmo2_tower,
     moonvit_positions,
     phi3small_blocks,
+    phi3v_embedding,
     phi4_positions,
     recurrent_gemma_norm,
     rope_shapes,
@@ -37,6 +38,7 @@ def correct() -> None:
     molmo2_tower.install()
     moonvit_positions.install()
     phi3small_blocks.install()
+    phi3v_embedding.install()
     phi4_positions.install()
     recurrent_gemma_norm.install()
     rope_shapes.install()

@@ -15,7 +15,7 @@ from tests.support.vision_zoo import write_files
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [text_part("Hello <pad>")]}]
 WITHOUT = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello <pad><|im_end|>\n<|im_start|>assistant\n"
-BEGUN = ("deepseekocr", "deepseekocr_2", "molmo2")
+BEGUN = ("deepseekocr", "deepseekocr_2", "molmo2", "phi3_v")
 
 
 def checkpoint(folder: Path, name: str, **settings: str) -> Path:

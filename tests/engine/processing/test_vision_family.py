@@ -86,7 +86,7 @@ def test_images_from_the_workers_are_those_of_the_preprocessor_and_within_their_
     for ours, one in zip(asyncio.run(load()), pictures, strict=True):
         expected = preprocessor.patches(one)
         assert np.array_equal(ours.patches, expected.patches)
-        facts = ("grid_thw", "tiles", "unpadded", "thumbnail", "num_tokens", "content_hash")
+        facts = ("grid_thw", "tiles", "unpadded", "thumbnail", "inner", "num_tokens", "content_hash")
         assert [getattr(ours, name) for name in facts] == [getattr(expected, name) for name in facts]
 
 
@@ -108,7 +108,8 @@ def test_prompt_has_the_tokens_that_the_library_gives_an_image(family: SightedFa
         messages = [{"role": "user", "content": content}]
         placeholders = [tokenizer.placeholder(made)]
         ids = tokenizer.encode_chat(messages, template_kwargs={}, placeholders=placeholders)
-        expected = f"<|im_start|>user\nIs <image> this{family.placed(made)}?<|im_end|>\n<|im_start|>assistant\n"
+        before, inside = (f"{family.placed(made)} ", "") if family.images_first else ("", family.placed(made))
+        expected = f"{before}<|im_start|>user\nIs <image> this{inside}?<|im_end|>\n<|im_start|>assistant\n"
         assert tokenizer.decode(ids.tolist()) == expected
         assert int((ids == tokenizer.image_token_id).sum()) == made.num_tokens
 

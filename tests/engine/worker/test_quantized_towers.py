@@ -21,6 +21,7 @@ from engine.worker.vision_towers import make_tower
 from tests.support.gemma4_family import GEMMA4_SIGHTED
 from tests.support.lfm2_family import LFM2_VL
 from tests.support.molmo2_family import MOLMO2
+from tests.support.molmo_family import MOLMO
 from tests.support.phi4_family import PHI4
 from tests.support.sighted_family import SightedFamily
 from tests.support.vision_zoo import image, make
@@ -29,7 +30,10 @@ PACKED: dict[str, Any] = {"group_size": 32, "bits": 8}
 PICTURES = (image(64, 40, seed=1), image(33, 64, seed=2))
 
 
-@pytest.fixture(params=[GEMMA4_SIGHTED, LFM2_VL, MOLMO2, PHI4], ids=["gemma4", "lfm2_vl", "molmo2", "phi4"])
+FAMILIES = {"gemma4": GEMMA4_SIGHTED, "lfm2_vl": LFM2_VL, "molmo": MOLMO, "molmo2": MOLMO2, "phi4": PHI4}
+
+
+@pytest.fixture(params=FAMILIES.values(), ids=list(FAMILIES))
 def family(request: pytest.FixtureRequest) -> SightedFamily:
     return request.param
 
@@ -60,7 +64,7 @@ def test_embeddings_of_patches_and_positions_may_be_quantized(family: SightedFam
     nn.quantize(module.vision_tower, **PACKED)
     kinds = {type(layer) for name, layer in module.vision_tower.named_modules() if "_embed" in name}
     assert kinds & {nn.QuantizedLinear}, "the embedding of patches is quantized"
-    assert nn.QuantizedEmbedding in kinds or family in (GEMMA4_SIGHTED, MOLMO2), "and so is that of positions"
+    assert nn.QuantizedEmbedding in kinds or family in (GEMMA4_SIGHTED, MOLMO, MOLMO2), "and so is that of positions"
     packed = features(path, module, family)
     leaves = module.vision_tower.leaf_modules()
     module.vision_tower.update_modules(tree_map(unpacked, leaves, is_leaf=nn.Module.is_module))
