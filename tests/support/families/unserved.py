@@ -37,10 +37,11 @@ UNTESTED: dict[str, str] = {
 """Families that the engine may serve: nothing is known of their tokens."""
 
 _EMBEDDING = "an embedding model"
+_ENCODER = "an encoder, served for embeddings and scores alone"
 NOT_TEXT: dict[str, str] = dict.fromkeys(
     (
         *("colidefics3", "colqwen2_5", "embedding_gemma2", "llama_bidirec", "llama_nemotron_vl_embedding"),
         "qwen3_vl_embedding",
     ),
     _EMBEDDING,
-)
+) | dict.fromkeys(("bert", "modernbert", "xlm_roberta"), _ENCODER)
