@@ -224,7 +224,7 @@ def _declared_limit(model_config: dict[str, Any]) -> int | None:
         if limit is not None:
             if not isinstance(limit, int) or limit < 1:
                 raise EngineFailed(f"config.json: max_position_embeddings is {limit!r}; expected a positive integer")
-            return max(1, limit - num_unused_positions(section))
+            return max(1, limit - num_unused_positions(model_config))
     return None
 
 

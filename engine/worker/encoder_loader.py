@@ -94,7 +94,8 @@ def _open_module(path: Path, own_config: dict[str, Any]) -> Any:
     module = build(library.ModelConfig(**_library_config(library.ModelConfig, own_config)))
     weights: dict[str, mx.array] = {}
     for file in files:
-        weights |= {_renamed(name): weight for name, weight in mx.load(str(file)).items()}
+        tensors: Any = mx.load(str(file))
+        weights |= {_renamed(name): weight for name, weight in tensors.items()}
     modernbert_gelu.correct(module)
     return load_model_weights(module, own_config, module.sanitize(weights), path, lazy=True)
 

@@ -312,4 +312,4 @@ def test_the_library_still_computes_modernberts_activation_by_a_hyperbolic_tange
     part = ModernBertMLP(config)
     before = part.act(x)
     modernbert_gelu.correct(part)
-    assert 1e-4 < mx.abs(before - part.act(x)).max().item() < 1e-3  # the patch can go when they are the same
+    assert 1e-4 < float(mx.abs(before - part.act(x)).max()) < 1e-3  # the patch can go when they are the same

@@ -38,10 +38,9 @@ UNTESTED: dict[str, str] = {
 
 _EMBEDDING = "an embedding model"
 _ENCODER = "an encoder, served for embeddings and scores alone"
-NOT_TEXT: dict[str, str] = dict.fromkeys(
-    (
-        *("colidefics3", "colqwen2_5", "embedding_gemma2", "llama_bidirec", "llama_nemotron_vl_embedding"),
-        "qwen3_vl_embedding",
-    ),
-    _EMBEDDING,
-) | dict.fromkeys(("bert", "modernbert", "xlm_roberta"), _ENCODER)
+_OTHERS: tuple[str, ...] = (
+    *("colidefics3", "colqwen2_5", "embedding_gemma2", "llama_bidirec", "llama_nemotron_vl_embedding"),
+    "qwen3_vl_embedding",
+)
+_ENCODERS: tuple[str, ...] = ("bert", "modernbert", "xlm_roberta")
+NOT_TEXT: dict[str, str] = {**dict.fromkeys(_OTHERS, _EMBEDDING), **dict.fromkeys(_ENCODERS, _ENCODER)}
