@@ -28,7 +28,7 @@ from engine.worker.encoder_runner import EncoderRunner
 from engine.worker.model_report import report
 from engine.worker.patches import modernbert_gelu
 from engine.worker.runner_factory import make_runner
-from tests.support.driver import Driver
+from tests.support.driver import Driver, fix_prefill_costs
 from tests.support.encoders import LAYERS, POSITIONS, Reference, make_cross_encoder, make_encoder
 
 LENGTHS = (1, 9, 40, 90, 12)
@@ -131,7 +131,8 @@ def test_no_step_divides_a_text_and_a_step_begins_no_text_that_it_has_no_tokens_
     runner, sizes = cold(make_encoder(tmp_path / "model", "bert")), []
     forward = runner._forward
     runner._forward = lambda rows: sizes.append([row.num_tokens for row in rows]) or forward(rows)  # type: ignore[method-assign,func-returns-value]
-    driver = Driver(runner, EngineConfig(prefill_chunk_tokens=48, prefill_chunk_tokens_busy=16))
+    driver = Driver(runner, EngineConfig(prefill_chunk_tokens=64, prefill_chunk_tokens_busy=16))
+    fix_prefill_costs(driver.core, forward_s=0.0, token_s=1e-4)  # a part of a text would be worth its forward
     for n in (90, 40, 30):
         driver.core.add_request(request(f"e{n}", tokens(n, n), pooling="mean"))
     steps = []
@@ -140,7 +141,7 @@ def test_no_step_divides_a_text_and_a_step_begins_no_text_that_it_has_no_tokens_
         steps.append([n for each in sizes for n in each])
         sizes.clear()
     assert sorted(n for step in steps for n in step) == [30, 40, 90]
-    assert all(len(step) <= 1 for step in steps)  # no two of them have 48 tokens together
+    assert all(len(step) <= 1 for step in steps)  # no two of them fit into 64 tokens together
 
 
 def test_a_warm_encoder_knows_what_texts_take_and_refuses_one_that_never_fits(tmp_path):
