@@ -105,6 +105,8 @@ def open_model(config: EngineConfig) -> OpenedModel:
     use_device(config.device)
     families.correct()
     own_config = open_config(config)
+    if is_encoder(own_config):
+        raise EngineFailed(f"{config.model} is an encoder, which generates and drafts no text")
     path = resolve_checkpoint(config.model, config.revision, weights=True)
     max_context_tokens, num_tokens = choose_context(config, own_config), vocab_size(own_config)
     model_config = library_config(config, own_config)
@@ -220,10 +222,7 @@ def load(
 ) -> LoadedModel:
     """Load `config.model` and its MTP head, and evaluate every weight on the calling thread.
 
-    Args:
-        config: The engine's configuration.
-        progress: Receives the share of the weights that is read, up to 1.
-        opening: Opens the model: `open_model`, or `open_encoder` for an encoder.
+    opening: Opens the model; `open_encoder` for an encoder.
 
     Raises:
         EngineFailed: The model or its head cannot be loaded; the message has the reason.

@@ -264,6 +264,13 @@ def test_modernbert_with_another_pattern_or_rope_is_refused_by_name(tmp_path, ch
         encoder_loader.open_encoder(config_of(make_encoder(tmp_path / "model", "modernbert", **changes)))
 
 
+@pytest.mark.parametrize("family", ["bert", "xlm-roberta"])
+def test_an_encoder_is_refused_where_a_model_must_generate_text(tmp_path, family):
+    path = make_encoder(tmp_path / "model", family)
+    with pytest.raises(EngineFailed, match="model is an encoder, which generates and drafts no text"):
+        loader.open_model(config_of(path))
+
+
 def test_options_that_an_encoder_could_only_ignore_are_refused_by_name(tmp_path):
     path = make_encoder(tmp_path / "model", "bert")
     options = {"compile": "on", "kv_cache": {"bits": 8}, "rope_scaling": {"type": "yarn", "factor": 2}}
