@@ -56,9 +56,9 @@ from engine.errors import InvalidRequest, Unavailable
 from engine.placement import TakenOver
 from engine.processing.checkpoint import media_kinds, read_config, resolve_checkpoint
 from engine.processing.context import choose_context
+from engine.processing.cross_encoder import read_reranker
 from engine.processing.fingerprint import checkpoint_fingerprint
 from engine.processing.pooling import EmbeddingModel
-from engine.processing.reranker import Reranker
 from engine.processing.tokenizer import ChatTokenizer
 
 log = logging.getLogger("ray.serve")
@@ -120,7 +120,7 @@ class Ingress:
         config_of_model = read_config(model_dir)
         self.max_context_tokens = choose_context(config, config_of_model)
         self._media_kinds = media_kinds(model_dir, config_of_model)
-        self._pair_scorer = PairScorer(self.model_name, EmbeddingModel.read(model_dir), Reranker.read(model_dir))
+        self._pair_scorer = PairScorer(self.model_name, EmbeddingModel.read(model_dir), read_reranker(model_dir))
         self._is_embedding_model = self._pair_scorer.embedding_model is not None
         self._facts = read_model_facts(
             model_dir,

@@ -18,9 +18,9 @@ from engine.config import EngineConfig, RopeScaling
 from engine.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, OrchardError
 from engine.media_config import MediaConfig
 from engine.processing.checkpoint import resolve_checkpoint
+from engine.processing.cross_encoder import read_reranker
 from engine.processing.images import ImagePreprocessor
 from engine.processing.pooling import EmbeddingModel
-from engine.processing.reranker import Reranker
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, FinishReason, ImagePatches, SamplingParams
 from engine.self_test.bench import FULL, QUICK
@@ -151,7 +151,7 @@ class Chat:
         model_dir = resolve_checkpoint(options.model, None, weights=True)
         if EmbeddingModel.read(model_dir) is not None:
             raise EngineFailed(f"{options.model} is an embedding model and generates no text; serve it for embeddings")
-        if Reranker.read(model_dir) is not None:
+        if read_reranker(model_dir) is not None:
             raise EngineFailed(f"{options.model} is a reranker and generates no text; serve it for /v1/rerank")
         self._tokenizer = ChatTokenizer(model_dir)
         self._messages: list[dict[str, Any]] = []

@@ -29,7 +29,7 @@ from engine.snapshot_store.files import SnapshotFiles, SnapshotLost
 from engine.status import CacheCleared, CacheStatus, EngineStatus, FetchStatus
 from engine.take_over import SnapshotTakeOver
 from engine.watchdog import Watchdog
-from engine.worker.model_runner import load_runner
+from engine.worker.runner_factory import make_runner as runner_of_model
 
 log = logging.getLogger("orchard.engine")
 
@@ -68,7 +68,9 @@ class AsyncEngine:
         take_over: Gives snapshots to other nodes, and takes theirs over, before a prompt asks for them.
     """
 
-    def __init__(self, config: EngineConfig, make_runner: RunnerFactory = load_runner, sharing: Sharing | None = None):
+    def __init__(
+        self, config: EngineConfig, make_runner: RunnerFactory = runner_of_model, sharing: Sharing | None = None
+    ):
         self.config = config
         self._make_runner = make_runner
         self._sharing = None if config.prefix_cache.fetch == "off" else sharing

@@ -7,8 +7,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 BoundaryKind = Literal["system", "turn", "prompt"]
 SnapshotKind = Literal["system", "turn", "prompt", "answer"]
 
-Pooling = Literal["last", "mean"]
-"""Hidden state that becomes the embedding of a text: that of the last token, or the mean of all tokens."""
+Pooling = Literal["cls", "last", "mean"]
+"""Hidden state that becomes the embedding of a text: that of the first token, of the last, or the mean of all."""
 
 MTPExact = Literal["auto", "on", "off"]
 """Whether drafts are verified with kernels that round exactly as decoding one token does."""
@@ -273,8 +273,9 @@ class EmbeddingConfig(Frozen):
 
     pooling: Literal["auto"] | Pooling = Field(
         default="auto",
-        description="hidden state used as embedding: that of the last token, or the mean of all; auto: as in the "
-        "checkpoint's sentence-transformers configuration, else last",
+        description="hidden state used as embedding: that of the last token, the mean of all, or, for encoders, that "
+        "of the first token (cls); auto: as in the checkpoint's sentence-transformers configuration, else last, and an "
+        "encoder without one is refused",
     )
 
 

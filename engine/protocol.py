@@ -240,6 +240,9 @@ class EngineRequest:
     scored_tokens: tuple[int, int] | None = None
     """With the pooling `last`: answer with the logit of the first token minus that of the second, instead of the hidden
     state that gives them."""
+    pair_start: int | None = None
+    """With the pooling `cls`, of an encoder that scores pairs: answer with the logit of its only class. Tokens from
+    this index on have type 1, that of the second text."""
     prompt_logprobs: int | None = None
     """Report the logprobs of the prompt's tokens, with this many alternatives each; None: do not. The prompt is
     computed in chunks of few tokens, and nothing of it comes from the prefix cache."""
@@ -325,8 +328,8 @@ class TokenChunk:
     retry_after_s: float | None = None
     """Set on an error that is not the request's fault: a retry may succeed."""
     embedding: bytes | None = None
-    """Pooled hidden state of a request with `pooling`: little-endian float32 [hidden] of norm 1, or [1], the difference
-    of the logits of its `scored_tokens`. Set together with the finish reason."""
+    """Pooled hidden state of a request with `pooling`: little-endian float32 [hidden] of norm 1, or [1], the score:
+    the difference of the logits of its `scored_tokens`, or the logit of a pair. Set together with the finish reason."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """Logprobs of the prompt's tokens, from the second one on, if requested. The first chunk of one choice has them."""
     timeline: RowTimeline | None = None

@@ -1,4 +1,4 @@
-"""Scores pairs of a query and a document: by the cosine of their embeddings, or by a reranker's next token."""
+"""Scores pairs of a query and a document: by the cosine of their embeddings, or by a reranker."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,6 +10,7 @@ import numpy as np
 from deployments.dispatch.embedding import EmbedOne, each
 from deployments.requests import ChatRequest, ScoreRequest, Scores
 from engine.errors import InvalidRequest
+from engine.processing.cross_encoder import CrossEncoder
 from engine.processing.pooling import EmbeddingModel
 from engine.processing.reranker import Reranker
 
@@ -32,7 +33,7 @@ class PairScorer:
 
     model_name: str
     embedding_model: EmbeddingModel | None
-    reranker: Reranker | None
+    reranker: Reranker | CrossEncoder | None
 
     async def score(self, request: ScoreRequest, embed_one: EmbedOne) -> Scores:
         """Compute the scores of a request.
@@ -44,13 +45,19 @@ class PairScorer:
         Raises:
             OrchardError: The model scores nothing, or the first error of embed_one; the other prompts are cancelled.
         """
+        if isinstance(self.reranker, CrossEncoder) and request.instruction is not None:
+            raise InvalidRequest(
+                f"`instruction` is for rerankers with a chat template, but {self.model_name!r} is an encoder that "
+                "reads query and document alone: write the instruction into the query.",
+                "instruction",
+            )
         if self.reranker is not None:
-            return await _by_next_token(request, embed_one)
+            return await _by_reranker(request, embed_one)
         if self.embedding_model is None:
             raise InvalidRequest(
                 f"The model {self.model_name!r} generates text and scores no documents. Serve a reranker, such as "
                 "Qwen3-Reranker, or an embedding model, such as Qwen3-Embedding, both with the files of "
-                "sentence-transformers (modules.json).",
+                "sentence-transformers (modules.json), or an encoder, such as bge-reranker or bge-small.",
                 "model",
             )
         if request.instruction is not None:
@@ -82,8 +89,8 @@ async def _by_cosine(request: ScoreRequest, embed_one: EmbedOne, model: Embeddin
     return Scores(tuple(values), _num_tokens(found))
 
 
-async def _by_next_token(request: ScoreRequest, embed_one: EmbedOne) -> Scores:
-    """Compute each pair once, and return probabilities or log-odds."""
+async def _by_reranker(request: ScoreRequest, embed_one: EmbedOne) -> Scores:
+    """Compute each pair once, and return probabilities or log-odds, the logit of an encoder's only class."""
     fields = dict(_first(request.pairs, request.document_fields))
     requests = [
         _request(request, index, field, raw_prompt=document, scored_query=query, instruction=request.instruction)

@@ -17,6 +17,7 @@ from engine.errors import ContextLengthExceeded, EngineFailed, InvalidRequest
 from engine.processing.answer_constraint import answer_constraint
 from engine.processing.checkpoint import num_embeddings, read_config, refuse_code, resolve_checkpoint, vocab_size
 from engine.processing.context import choose_context
+from engine.processing.cross_encoder import CrossEncoder, read_reranker
 from engine.processing.fingerprint import checkpoint_fingerprint
 from engine.processing.generation_defaults import GenerationDefaults
 from engine.processing.image_placeholder import ImagePlaceholder
@@ -56,7 +57,7 @@ class PromptPlanner:
         self._max_grammar_bytes = config.grammar.max_bytes
         self._embedding = config.embedding
         self._embedding_model = EmbeddingModel.read(self.model_dir)
-        self._reranker = Reranker.read(self.model_dir)
+        self._reranker = read_reranker(self.model_dir)
         self._check_reranker()
         self.threads = PlanningThreads()
 
@@ -123,36 +124,36 @@ class PromptPlanner:
             limit = PromptLimit(min(limits), is_wanted=is_wanted, num_output_tokens=0)
             return self._raw_prompt(prompt, limit)
 
-        return EngineRequest(
-            request_id=request.request_id,
-            token_ids=await self.threads.run(request.client, num_raw_bytes_of(prompt), work),
-            sampling=SamplingParams(1),
-            stop_token_ids=(),
-            priority=request.priority,
-            client=request.client,
-            checkpoint=self._checkpoint,
-            pooling=pooling,
-        )
+        token_ids = await self.threads.run(request.client, num_raw_bytes_of(prompt), work)
+        return self._pooled_request(request, token_ids, pooling=pooling)
 
     async def _score_request(self, request: ChatRequest, query: str) -> EngineRequest:
         reranker, document = self._reranker, request.raw_prompt
         assert reranker is not None and isinstance(document, str)
         limits = [self._max_context_tokens, *([] if reranker.max_tokens is None else [reranker.max_tokens])]
 
-        def work(is_wanted: Callable[[], bool]) -> np.ndarray:
+        def work(is_wanted: Callable[[], bool]) -> EngineRequest:
             limit = PromptLimit(min(limits), is_wanted=is_wanted, num_output_tokens=0)
-            return self._pair_prompt(reranker, query, document, request.instruction, limit)
+            if isinstance(reranker, CrossEncoder):
+                pair = self.tokenizer.encode_pair(query, document, limit)
+                return self._pooled_request(request, pair.token_ids, pooling="cls", pair_start=pair.start)
+            token_ids = self._pair_prompt(reranker, query, document, request.instruction, limit)
+            scored_tokens = reranker.true_token_id, reranker.false_token_id
+            return self._pooled_request(request, token_ids, pooling="last", scored_tokens=scored_tokens)
 
+        return await self.threads.run(request.client, len(query) + len(document), work)
+
+    def _pooled_request(self, request: ChatRequest, token_ids: np.ndarray, **result: Any) -> EngineRequest:
+        """Return the request for an embedding or a score. result: the fields that say which."""
         return EngineRequest(
             request_id=request.request_id,
-            token_ids=await self.threads.run(request.client, len(query) + len(document), work),
+            token_ids=token_ids,
             sampling=SamplingParams(1),
             stop_token_ids=(),
             priority=request.priority,
             client=request.client,
             checkpoint=self._checkpoint,
-            pooling="last",
-            scored_tokens=(reranker.true_token_id, reranker.false_token_id),
+            **result,
         )
 
     def _pair_prompt(
@@ -166,8 +167,11 @@ class PromptPlanner:
         )
 
     def _check_reranker(self) -> None:
-        """Raise EngineFailed for a reranker whose chat template does not show all parts of a pair."""
+        """Raise EngineFailed for a reranker whose tokenizer or chat template does not show all parts of a pair."""
         if self._reranker is None:
+            return
+        if isinstance(self._reranker, CrossEncoder):
+            self.tokenizer.encode_pair("query", "document")
             return
         parts = {"query": "Qprobe", "document": "Dprobe", "system": "Iprobe"}
         ids = self._pair_prompt(self._reranker, parts["query"], parts["document"], parts["system"])
@@ -233,15 +237,18 @@ class PromptPlanner:
         if name is not None and not isinstance(text, str):
             raise InvalidRequest(f"`prompt_name` is {name!r}, but the input is token ids; send text.", "prompt_name")
         name = name or model.default_prompt
-        if name is None or not isinstance(text, str):
+        if not isinstance(text, str):
             return text
+        if name is None:
+            return text.lower() if model.lowercases else text
         if model.prompts[name] and not pools_prompt(self.model_dir):
             raise InvalidRequest(
                 f"The prompt {name!r} is left out of the pooling (include_prompt is false in the checkpoint's "
                 "1_Pooling/config.json), which is not supported.",
                 "prompt_name",
             )
-        return model.prompts[name] + text
+        prompted = model.prompts[name] + text
+        return prompted.lower() if model.lowercases else prompted
 
     def _raw_prompt(self, prompt: str | tuple[int, ...], limit: PromptLimit, adds_special: bool = True) -> np.ndarray:
         if isinstance(prompt, str):

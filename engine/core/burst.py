@@ -25,10 +25,11 @@ class Span:
     """Tokens after them, computed in a chunk of their own."""
 
 
-def may_burst(prompt: Prompt) -> bool:
-    """Return whether a prompt may share a forward with others."""
+def may_burst(prompt: Prompt, is_encoder: bool = False) -> bool:
+    """Return whether a prompt may share a forward with others. is_encoder: see ModelRunner.encoder."""
     spec = prompt.row.spec
-    return len(prompt.rows) == 1 and not spec.images and spec.sparse is None and not spec.computes_all
+    needs_all = spec.computes_all and not is_encoder
+    return len(prompt.rows) == 1 and not spec.images and spec.sparse is None and not needs_all
 
 
 def burst_s(spans: Sequence[Span], costs: CostModel) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from engine.config import EngineConfig
-from engine.core.runner import ModelRunner
+from engine.core.runner import Encoded, ModelRunner
 from engine.core.spec_prefill.plan import why_unfit
 from engine.errors import ContextLengthExceeded, InvalidRequest
 from engine.protocol import MAX_TOP_LOGPROBS, EngineRequest, ThoughtSpec
@@ -20,6 +20,7 @@ def check_request(request: EngineRequest, config: EngineConfig, runner: ModelRun
     _check_progress(request, runner.vocab_size)
     _check_plan(request, runner.no_sparse)
     _check_pooling(request, runner.no_pooling)
+    _check_encoded(request, runner.encoder)
     _check_prompt_logprobs(request, runner.vocab_size)
 
 
@@ -80,6 +81,34 @@ def _check_pooling(request: EngineRequest, no_pooling: str | None) -> None:
             raise InvalidRequest(
                 f"an embedding is computed from one text by dense prefill; {field} must not be set", field
             )
+
+
+def _check_encoded(request: EngineRequest, encoder: Encoded | None) -> None:
+    """Check that an encoder gets texts to embed or pairs to score, whichever it can, and another model neither.
+
+    Raises:
+        InvalidRequest: The request asks for something else.
+    """
+    pair_start, num_tokens = request.pair_start, len(request.token_ids)
+    if pair_start is not None and not 0 < pair_start <= num_tokens:
+        raise InvalidRequest(f"pair_start is {pair_start}; it must be between 1 and {num_tokens}", "pair_start")
+    if encoder is None:
+        if request.pooling == "cls" or pair_start is not None:
+            raise InvalidRequest(
+                "the pooling cls and pair_start need an encoder; this model's first token sees only itself", "pooling"
+            )
+        return
+    if request.pooling is None:
+        raise InvalidRequest(f"this model is an encoder: it gives {encoder} and generates no text", "model")
+    if request.scored_tokens is not None:
+        raise InvalidRequest("this model is an encoder, which has no logits of tokens to compare", "scored_tokens")
+    if (encoder == "scores") != (pair_start is not None) or (pair_start is not None and request.pooling != "cls"):
+        needs = "pair_start and the pooling cls" if encoder == "scores" else "no pair_start"
+        raise InvalidRequest(
+            f"this model is an encoder that gives {encoder}, so a request must have {needs}; it has the pooling "
+            f"{request.pooling} and pair_start {pair_start}",
+            "pair_start",
+        )
 
 
 def _check_prompt_logprobs(request: EngineRequest, vocab_size: int) -> None:

@@ -22,6 +22,9 @@ Proposer = Literal["mtp", "draft_model", "prompt_lookup"]
 """Where draft tokens come from: the MTP head, a separate small model, or an earlier occurrence of a row's newest tokens
 among its tokens."""
 
+Encoded = Literal["embeddings", "scores"]
+"""Results of an encoder: embeddings of texts, or scores of pairs of texts."""
+
 SELECTIVE: frozenset[Proposer] = frozenset({"prompt_lookup"})
 """Proposers that draft for some rows only, and look at the tokens of the step before to know for which."""
 
@@ -101,8 +104,8 @@ class PromptChunk:
     """The next tokens of a prompt, for a forward of its own or one that is shared with other prompts."""
 
     row: Row
-    """The first row of the prompt. In a shared forward it is the only one, and the request has no images, sparse plan,
-    pooling or logprobs of the prompt (`core.burst.may_burst`)."""
+    """The first row of the prompt. In a shared forward it is the only one, and the request has no images, sparse plan
+    or logprobs of the prompt, and pooling only if the runner is an encoder (`core.burst.may_burst`)."""
     num_tokens: int
     """At least 1, and at most the remaining tokens of the prompt."""
 
@@ -160,6 +163,9 @@ class ModelRunner(Protocol):
     """The placeholder of images in prompts; None for a text model."""
     whole_images: bool
     """Whether the tokens of an image see each other, so that no chunk may end among them."""
+    encoder: Encoded | None
+    """Results of an encoder, whose tokens see each other in both directions; None for a model that generates text. All
+    requests of an encoder have `pooling`, each prompt is one chunk, and it has no state to decode from or to cache."""
     snapshots_prefixes: bool
     """Whether `snapshot` can return the state after fewer tokens of a prompt than are computed."""
     no_sparse: str | None

@@ -13,6 +13,7 @@ from engine.errors import EngineFailed, InvalidRequest
 from engine.processing.boundaries import Messages
 from engine.processing.checkpoint import read_optional_json
 from engine.processing.conversation import DEFAULT_KWARGS, Conversation
+from engine.processing.encoders import is_encoder_checkpoint
 from engine.processing.pooling import EmbeddingModel
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ TEMPLATE_ERRORS = (
 """Exceptions that a template may raise for an unsupported conversation."""
 
 CONTENTS_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-"""Template of a model that has none and reads plain text, and of an embedding model, whose inputs are not rendered."""
+"""Template of a model that has none and reads plain text, of an embedding model and of an encoder, whose inputs are not
+rendered."""
 
 
 class ChatTemplate:
@@ -47,7 +49,7 @@ class ChatTemplate:
     """
 
     def __init__(self, model_dir: Path, is_plain: bool = False, adds_beginning: bool = False):
-        self._renderer = _load_renderer(model_dir, is_plain or EmbeddingModel.read(model_dir) is not None)
+        self._renderer = _load_renderer(model_dir, is_plain or _reads_plain_text(model_dir))
         beginning: Any = self._renderer.bos_token or self._renderer.eos_token if adds_beginning else None
         self.beginning = str(beginning or "")
         """What each prompt begins with."""
@@ -148,6 +150,10 @@ class ChatTemplate:
             return re.findall(r"Qprobe\d", self.probe(turns)) == [turn["content"] for turn in turns]
 
         return in_place("user", "assistant", "system", "user") and in_place("system", "user", "system", "user")
+
+
+def _reads_plain_text(model_dir: Path) -> bool:
+    return is_encoder_checkpoint(model_dir) or EmbeddingModel.read(model_dir) is not None
 
 
 def _load_renderer(model_dir: Path, is_plain: bool) -> "PreTrainedTokenizerFast":

@@ -5,6 +5,7 @@ from typing import Any
 
 from engine.config import EngineConfig, RopeScaling
 from engine.errors import EngineFailed
+from engine.processing.encoders import num_unused_positions
 from engine.processing.reference_config import declared_reaches, reference_config, text_section
 
 DEFAULT_CONTEXT_TOKENS = 32768
@@ -240,7 +241,7 @@ def _declared_limit(model_config: dict[str, Any]) -> int | None:
         if limit is not None:
             if not isinstance(limit, int) or limit < 1:
                 raise EngineFailed(f"config.json: max_position_embeddings is {limit!r}; expected a positive integer")
-            return limit
+            return max(1, limit - num_unused_positions(model_config))
     return None
 
 

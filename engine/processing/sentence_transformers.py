@@ -65,6 +65,11 @@ def read_max_tokens(model_dir: Path) -> int | None:
     return max_tokens if isinstance(max_tokens, int) else None
 
 
+def lowercases(model_dir: Path) -> bool:
+    """Return whether inputs are lowercased before they are tokenized."""
+    return read_optional_json(model_dir / TRANSFORMER_FILE).get("do_lower_case") is True
+
+
 def read_template_options(model_dir: Path) -> dict[str, Any]:
     """Return the arguments with which the checkpoint's chat template is rendered. Raises EngineFailed."""
     processing = read_optional_json(model_dir / TRANSFORMER_FILE).get("processing_kwargs") or {}

@@ -23,6 +23,7 @@ from engine.processing.generation_defaults import GenerationDefaults
 from engine.processing.image_placeholder import ImagePlaceholder, SpecialStrings, one_run
 from engine.processing.prompt_length import MAX_CHARS_PER_TOKEN, PromptLimit, TokenBound, count_windows
 from engine.processing.reasoning_format import ReasoningFormat, find_reasoning_format
+from engine.processing.text_pair import PairForm, TextPair
 from engine.processing.tool_format import ToolFormat, find_tool_format, takes_argument_texts
 from engine.processing.vision_families import vision_family
 from engine.processing.vision_family import VisionFamily, image_token_id, in_frames, video_marker
@@ -210,6 +211,35 @@ class ChatTokenizer:
         if limit is not None:
             self._check_length(pieces, limit)
         return np.asarray(self._encode_pieces(pieces, add_special_tokens=adds_special, limit=limit), dtype=np.int32)
+
+    def encode_pair(self, first: str, second: str, limit: PromptLimit | None = None) -> TextPair:
+        """Tokenize two texts as one input of an encoder. Neither text can spell a control token.
+
+        Args:
+            first: The query.
+            second: The document.
+            limit: See `encode_chat`.
+
+        Raises:
+            InvalidRequest: A text is not valid Unicode.
+            EngineFailed: The tokenizer does not join two texts in a supported form.
+            ContextLengthExceeded, ClientDisconnected: See PromptLimit.check.
+        """
+        ids = []
+        for text in (first, second):
+            quarantine = ControlTokenEscaper(self._control)
+            pieces = quarantine.split(quarantine.text(text, self._control.every))
+            if limit is not None:
+                self._check_length(pieces, limit)
+            ids.append(self._encode_pieces(pieces, limit=limit))
+        pair = self._pair_form.join(*ids)
+        if limit is not None:
+            limit.check(len(pair.token_ids), is_lower_bound=False)
+        return pair
+
+    @cached_property
+    def _pair_form(self) -> PairForm:
+        return PairForm.of(self._tokenizer)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode tokens, control tokens included."""

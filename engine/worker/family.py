@@ -7,11 +7,9 @@ from typing import Any
 from mlx_vlm.models.cache import make_prompt_cache
 from mlx_vlm.utils import get_model_and_args
 
+from engine.processing.encoders import CLASSIFIER
 from engine.worker import mlx_lm_families
 from engine.worker.layer_caches import unserved_reason
-
-CLASSIFIER = "ForSequenceClassification"
-"""How the names of architectures end whose output layer has classes instead of tokens."""
 
 VISION_MODULES = ("vision_tower", "vision_model", "visual")
 """Names of a model's vision tower; the library sets it to None if the checkpoint has no weights for it."""

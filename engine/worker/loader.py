@@ -27,8 +27,9 @@ from engine.processing.checkpoint import (
     vocab_size,
 )
 from engine.processing.context import REACH, choose_context, declared_scalings, ignored_window, library_config
+from engine.processing.cross_encoder import read_reranker
+from engine.processing.encoders import encoder_refusal, is_encoder
 from engine.processing.pooling import EmbeddingModel
-from engine.processing.reranker import Reranker
 from engine.processing.tokenizer_match import why_different
 from engine.processing.vision_families import vision_family
 from engine.processing.weight_file import fingerprint, has_output_layer
@@ -104,6 +105,8 @@ def open_model(config: EngineConfig) -> OpenedModel:
     use_device(config.device)
     families.correct()
     own_config = open_config(config)
+    if is_encoder(own_config):
+        raise EngineFailed(f"{config.model} is an encoder, which generates and drafts no text")
     path = resolve_checkpoint(config.model, config.revision, weights=True)
     max_context_tokens, num_tokens = choose_context(config, own_config), vocab_size(own_config)
     model_config = library_config(config, own_config)
@@ -129,7 +132,7 @@ def open_model(config: EngineConfig) -> OpenedModel:
         _log_ignored_window(own_config, max_context_tokens, model_config["model_type"])
     rope_facts = _settle_rope(config, module.language_model, model_config, max_context_tokens)
     cast(module, choose_dtype(config.dtype, model_config))
-    dtype = _main_dtype(module)
+    dtype = main_dtype(module)
     expansion = expand_weights(config, module, dtype)
     check_kv_bits(config.kv_cache.bits, module)
     gated_delta_next.install()  # these two decide whether drafts can be taken back
@@ -164,8 +167,11 @@ def open_config(config: EngineConfig) -> dict[str, Any]:
     own_config = read_config(path)
     choose_context(config, own_config)
     vocab_size(own_config)
-    Reranker.read(path)
-    reason = bidirectional_reason(own_config) or refusal(own_config) or unknown_reason(own_config)
+    read_reranker(path)
+    if is_encoder(own_config):
+        reason = encoder_refusal(own_config)
+    else:
+        reason = bidirectional_reason(own_config) or refusal(own_config) or unknown_reason(own_config)
     if reason is not None:
         raise EngineFailed(f"models of the family {own_config.get('model_type')} ({path}) cannot be served: {reason}")
     return own_config
@@ -209,8 +215,14 @@ def _settle_rope(
     )
 
 
-def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel:
+def load(
+    config: EngineConfig,
+    progress: Callable[[float], None],
+    opening: Callable[[EngineConfig], OpenedModel] = open_model,
+) -> LoadedModel:
     """Load `config.model` and its MTP head, and evaluate every weight on the calling thread.
+
+    opening: Opens the model; `open_encoder` for an encoder.
 
     Raises:
         EngineFailed: The model or its head cannot be loaded; the message has the reason.
@@ -221,7 +233,7 @@ def load(config: EngineConfig, progress: Callable[[float], None]) -> LoadedModel
             phase.progress = part
             progress(part)
 
-        opened = open_model(config)
+        opened = opening(config)
         module, path, head_dir, dtype = opened.module, opened.path, opened.head_dir, opened.dtype
         head = _load_head(config, opened)
         draft_model = config.draft_model
@@ -426,7 +438,7 @@ def _read_weights(modules: list[nn.Module], progress: Callable[[float], None]) -
     return total
 
 
-def _main_dtype(module: nn.Module) -> str:
+def main_dtype(module: nn.Module) -> str:
     """Return the floating dtype of most bytes, in which the model computes; packed integer weights do not count."""
     size: dict[str, int] = {}
     for _, w in weights_of(module):

@@ -24,10 +24,13 @@ from engine.processing.checkpoint import (
     videos_unsupported_reason,
 )
 from engine.processing.context import declared_scalings
-from engine.processing.pooling import EmbeddingModel
+from engine.processing.cross_encoder import read_reranker
+from engine.processing.encoders import is_encoder_checkpoint
+from engine.processing.pooling import EmbeddingModel, choose_pooling
 from engine.processing.reranker import Reranker
 from engine.processing.tokenizer_match import why_different
 from engine.worker import loader, memory, mtp_loader
+from engine.worker.encoder_loader import open_encoder
 from engine.worker.fast_paths import FastPaths
 from engine.worker.kv_cache import SLOTS_STEP
 from engine.worker.language_model import LanguageModel
@@ -86,6 +89,9 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
     Raises:
         EngineFailed: The model cannot be served; the message has the reason.
     """
+    if is_encoder_checkpoint(resolve_checkpoint(config.model, config.revision, weights=False)):
+        yield from _of_encoder(config, draft)
+        return
     opened = loader.open_model(config)
     language_model = LanguageModel(opened.module.language_model, kv_bits=config.kv_cache.bits)
     yield f"model            {config.model} ({opened.path})"
@@ -103,6 +109,27 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
         yield f"draft model      {draft}: {_draft_reason(opened.path, draft) or 'has the same tokenizer'}"
     yield from _without_text(opened, language_model)
     yield from _memory(config, opened, RowBytes.of(language_model))
+
+
+def _of_encoder(config: EngineConfig, draft: str | None) -> Iterator[str]:
+    """Yield the lines of the report on an encoder."""
+    opened = open_encoder(config)
+    yield f"model            {config.model} ({opened.path})"
+    yield f"family           {opened.config['model_type']}: can be served, as an encoder"
+    yield f"computes in      {opened.dtype}, on {mx.default_device()}"
+    yield "media            text"
+    yield f"context          {opened.max_context_tokens} tokens, each text in one forward"
+    yield "prefix cache     no: the tokens of a text see each other, so no prefix has a state of its own"
+    yield "bursts           yes"
+    if read_reranker(opened.path) is None:
+        pooling = choose_pooling(config.embedding, opened.path)
+        yield f"embeddings       yes, and nothing else: it is an embedding model, with the pooling {pooling}"
+        yield "scores           yes, by the cosine of two embeddings"
+    else:
+        yield "scores           yes, and nothing else: it is a reranker"
+    if draft is not None:
+        yield f"draft model      {draft}: no, {opened.mtp_status}"
+    yield from _weights(config, opened, _num_bytes(opened.module))
 
 
 def _without_text(opened: loader.OpenedModel, language_model: LanguageModel) -> Iterator[str]:
@@ -155,11 +182,8 @@ def _memory(config: EngineConfig, opened: loader.OpenedModel, row: RowBytes) -> 
     modules: list[Any] = [opened.module]
     if opened.head_dir is not None:
         modules.append(mtp_loader.load_head(opened.head_dir, opened.config, opened.module.language_model))
-    weights = sum(array.nbytes for module in modules for _, array in loader.weights_of(module))
-    limit, _ = limit_and_headroom(config.memory, memory.default_limit_bytes())
-    yield f"weights          {_gb(weights)}"
-    yield f"quantized        {opened.expansion.text}"
-    yield f"memory limit     {_gb(limit)} on this machine"
+    weights = sum(map(_num_bytes, modules))
+    yield from _weights(config, opened, weights)
     most = opened.max_context_tokens
     for length in [*(length for length in CONTEXTS if length < most), most]:
         yield f"row              {_gb(row.row(length))} for {length} tokens"
@@ -168,6 +192,19 @@ def _memory(config: EngineConfig, opened: loader.OpenedModel, row: RowBytes) -> 
     yield f"longest context  {longest} tokens fit beside the weights, before the intermediate results of a step"
     for bits in get_args(KVBits):
         yield f"kv_cache.bits    {bits}: {_with_bits(opened, bits, left)}"
+
+
+def _num_bytes(module: Any) -> int:
+    return sum(array.nbytes for _, array in loader.weights_of(module))
+
+
+def _weights(config: EngineConfig, opened: loader.OpenedModel, num_bytes: int) -> Iterator[str]:
+    """Yield what the weights take. Raises EngineFailed if they leave no memory."""
+    limit, _ = limit_and_headroom(config.memory, memory.default_limit_bytes())
+    yield f"weights          {_gb(num_bytes)}"
+    yield f"quantized        {opened.expansion.text}"
+    yield f"memory limit     {_gb(limit)} on this machine"
+    _left_beside(config, num_bytes, opened.dtype)
 
 
 def _left_beside(config: EngineConfig, weights: int, where: str) -> int:

@@ -14,6 +14,7 @@ from engine.core.runner import (
     PLAIN,
     ChunkTime,
     Drafts,
+    Encoded,
     ImageLeft,
     PrefillOutput,
     PromptChunk,
@@ -92,6 +93,8 @@ def load_runner(config: EngineConfig, progress: Callable[[float], None]) -> "MLX
 class MLXRunner:
     """One model, its decode batch, and the prompts in progress. See ModelRunner."""
 
+    encoder: Encoded | None = None
+
     def __init__(self, model: loader.LoadedModel, config: EngineConfig, device_lock: ProcessLock | None = None):
         """Set up a loaded model. device_lock: released by `close`, when the device's memory is freed."""
         self._device_lock = device_lock
@@ -134,10 +137,9 @@ class MLXRunner:
         self.no_bursts = paths.bursts
         self.memory_limit_bytes = memory.default_limit_bytes()
         self.fingerprint = model.fingerprint
-        self.costs = MemoryCosts()
+        self.costs, self.snapshot_s = MemoryCosts(), 0.0
         self.step_times: Sequence[StepTime] = ()
         self.chunk_times: Sequence[ChunkTime] = ()
-        self.snapshot_s = 0.0
         self._max_running = config.max_running
         self._a_snapshot: StateSnapshot | None = None
         self.capabilities: dict[str, Any] = {

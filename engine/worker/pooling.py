@@ -15,7 +15,7 @@ class PooledStates:
 
     def add(self, hidden: mx.array) -> None:
         """Add the hidden states [1, L, hidden] of the next L tokens, taken after the last norm."""
-        states = hidden[0, -1:] if self._pooling == "last" else hidden[0]
+        states = {"cls": hidden[0, :1], "last": hidden[0, -1:]}.get(self._pooling, hidden[0])
         total = states.astype(mx.float32).sum(axis=0)
         if self._pooling == "mean" and self._sum is not None:
             total = self._sum + total

@@ -22,6 +22,7 @@ from engine.core.runner import (
     SEGMENT_ARRAYS,
     ChunkTime,
     Drafts,
+    Encoded,
     PrefillOutput,
     PromptChunk,
     Proposer,
@@ -230,6 +231,7 @@ class ClockRunner:
     image_token_id: int | None = None
     snapshots_prefixes = False
     whole_images = False
+    encoder: Encoded | None = None
     no_sparse: str | None = "no sparse plans in the simulation"
     no_pooling: str | None = "no embeddings in the simulation"
     no_bursts: str | None = None

@@ -18,6 +18,7 @@ from engine.core.runner import (
     SEGMENT_ARRAYS,
     ChunkTime,
     Drafts,
+    Encoded,
     ImageLeft,
     PrefillOutput,
     PromptChunk,
@@ -48,6 +49,7 @@ class NoSnapshots:
 
     image_token_id: int | None = None
     whole_images = False
+    encoder: Encoded | None = None
     snapshots_prefixes = False
     no_sparse: str | None = None
     no_pooling: str | None = None
@@ -143,6 +145,7 @@ class FakeRunner:
         self.no_drafts: Mapping[Proposer, str] = {} if max_draft_tokens else {"mtp": "the fake has none"}
         self.image_token_id: int | None = None
         self.whole_images = False
+        self.encoder: Encoded | None = None
         self.snapshots_prefixes = False
         self.no_sparse: str | None = None
         self.no_pooling: str | None = None

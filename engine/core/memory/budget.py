@@ -72,6 +72,7 @@ class MemoryBudget:
         reserve_tokens: See MemoryConfig.reserve_tokens.
         evictable: The prefix cache and the cache of image features.
         whole_images: See ModelRunner.whole_images.
+        whole_prompts: See MemoryNeeds.
 
     Attributes:
         needs: The needs of requests, and the limit.
@@ -88,8 +89,9 @@ class MemoryBudget:
         reserve_tokens: int,
         evictable: Evictable,
         whole_images: bool = False,
+        whole_prompts: bool = False,
     ):
-        self.needs = MemoryNeeds(costs, limit_bytes, reserve_tokens, whole_images)
+        self.needs = MemoryNeeds(costs, limit_bytes, reserve_tokens, whole_images, whole_prompts)
         self.costs = costs
         self._evictable = evictable
         self.grouping = Grouping(costs, limit_bytes - costs.base_bytes)
@@ -384,7 +386,8 @@ def make_memory_budget(config: EngineConfig, runner: ModelRunner, evictable: Evi
     """
     costs = runner.costs
     limit, headroom = limit_and_headroom(config.memory, runner.memory_limit_bytes)
-    budget = MemoryBudget(costs, limit - headroom, config.memory.reserve_tokens, evictable, runner.whole_images)
+    undivided = runner.whole_images, runner.encoder is not None
+    budget = MemoryBudget(costs, limit - headroom, config.memory.reserve_tokens, evictable, *undivided)
     if budget.needs.max_row_tokens() < MIN_ROW_TOKENS:
         raise EngineFailed(
             f"the model takes {costs.base_bytes} bytes, which leaves too few for a request of {MIN_ROW_TOKENS} tokens: "

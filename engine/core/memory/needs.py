@@ -51,11 +51,20 @@ class MemoryNeeds:
         limit_bytes: Memory of the engine, weights included.
         reserve_tokens: See MemoryConfig.reserve_tokens.
         whole_images: See ModelRunner.whole_images.
+        whole_prompts: Whether each prompt is one chunk, see ModelRunner.encoder.
     """
 
-    def __init__(self, costs: MemoryCosts, limit_bytes: int, reserve_tokens: int, whole_images: bool = False):
+    def __init__(
+        self,
+        costs: MemoryCosts,
+        limit_bytes: int,
+        reserve_tokens: int,
+        whole_images: bool = False,
+        whole_prompts: bool = False,
+    ):
         self.costs = costs
         self._whole_images = whole_images
+        self._whole_prompts = whole_prompts
         self.limit_bytes = limit_bytes
         self._reserve_tokens = reserve_tokens
 
@@ -87,8 +96,15 @@ class MemoryNeeds:
             costs.sampling(row),
             sum(costs.kept_image(len(image.patches), image.num_tokens) for image in images),
             max((costs.image(len(image.patches)) for image in images), default=0),
-            max([MIN_CHUNK_TOKENS, *(image.num_tokens for image in images if self._whole_images)]),
+            max(
+                self._least_chunk(row.num_tokens),
+                *(image.num_tokens for image in images if self._whole_images),
+                MIN_CHUNK_TOKENS,
+            ),
         )
+
+    def _least_chunk(self, num_prompt: int) -> int:
+        return num_prompt if self._whole_prompts else MIN_CHUNK_TOKENS
 
     def min_bytes(self, need: MemoryNeed) -> int:
         """Return the least bytes that a prompt and its rows need, with no other row in the engine.
@@ -103,7 +119,11 @@ class MemoryNeeds:
     def max_row_tokens(self, pinned_bytes: int = 0) -> int:
         """Return the tokens of the longest row that fits with no other row, when nearly all of it is prompt."""
         overshoot, room = self.costs.overshoot, self.request_bytes - pinned_bytes
-        return largest(0, 2**24, lambda n: self.min_bytes(MemoryNeed(1, n, n + overshoot)) <= room)
+
+        def longest(num_tokens: int) -> MemoryNeed:
+            return MemoryNeed(1, num_tokens, num_tokens + overshoot, least_chunk=self._least_chunk(num_tokens))
+
+        return largest(0, 2**24, lambda n: self.min_bytes(longest(n)) <= room)
 
     def max_answer_tokens(self, need: MemoryNeed, num_tokens: int, limit: int) -> int:
         """Return how many of `num_tokens` answer tokens fit after the prompt into `limit` bytes; 0 if none does."""

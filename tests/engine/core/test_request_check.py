@@ -52,3 +52,10 @@ def test_as_many_choices_as_rows_are_accepted_and_one_more_refused():
     check(1, 1, num_choices=most)
     with pytest.raises(InvalidRequest, match=f"n is {most + 1}; it must be between 1 and {most}"):
         check(1, 1, num_choices=most + 1)
+
+
+def test_pairs_and_the_state_of_the_first_token_need_an_encoder():
+    check(8, 1, pooling="last")
+    for fields in ({"pooling": "cls"}, {"pooling": "last", "pair_start": 3}):
+        with pytest.raises(InvalidRequest, match="need an encoder; this model's first token sees only itself"):
+            check(8, 1, **fields)

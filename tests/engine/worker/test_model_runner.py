@@ -194,7 +194,7 @@ def test_lazy_bookkeeping_is_computed_every_64_steps(runner, drive, requests, mo
         driver.core.step()
     monkeypatch.undo()
     driver.run({0: []})
-    assert len(at) in (2, 3)
+    assert 2 <= len(at) < 10, "neither in every step nor never"
 
 
 @pytest.mark.parametrize(("max_running", "sizes"), [(32, (1, 2, 8)), (7, (1, 2))])

@@ -37,10 +37,10 @@ UNTESTED: dict[str, str] = {
 """Families that the engine may serve: nothing is known of their tokens, unless the reason says it."""
 
 _EMBEDDING = "an embedding model"
-NOT_TEXT: dict[str, str] = dict.fromkeys(
-    (
-        *("colidefics3", "colqwen2_5", "embedding_gemma2", "llama_bidirec", "llama_nemotron_vl_embedding"),
-        "qwen3_vl_embedding",
-    ),
-    _EMBEDDING,
+_ENCODER = "an encoder, served for embeddings and scores alone"
+_OTHERS: tuple[str, ...] = (
+    *("colidefics3", "colqwen2_5", "embedding_gemma2", "llama_bidirec", "llama_nemotron_vl_embedding"),
+    "qwen3_vl_embedding",
 )
+_ENCODERS: tuple[str, ...] = ("bert", "modernbert", "xlm_roberta")
+NOT_TEXT: dict[str, str] = {**dict.fromkeys(_OTHERS, _EMBEDDING), **dict.fromkeys(_ENCODERS, _ENCODER)}

@@ -1,0 +1,117 @@
+"""Encoders behind the planner and the ingress: embeddings, scores of pairs, and no text."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from ray import serve
+
+from deployments.args import AppArgs
+from deployments.ingress import Ingress
+from deployments.model_replica import ModelReplica
+from deployments.planners.prompt_planner import PromptPlanner
+from deployments.planners.text import TextMTP
+from deployments.requests import ChatRequest
+from engine.config import EngineConfig
+from engine.errors import ContextLengthExceeded, InvalidRequest
+from tests.support.encoders import POSITIONS, TEXTS, Reference, make_cross_encoder, make_encoder, tokenizer
+
+CHAT = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+class Here(Ingress.func_or_class):  # type: ignore[misc, name-defined]
+    def __del__(self) -> None:
+        """Serve awaits the one of the ingress; here nothing does."""
+
+
+def serving(path: Path, name: str, test: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+    """Run the test with a client of a graph of this name that serves this checkpoint in this process."""
+    config = EngineConfig(model=str(path), device="cpu", dtype="float32")
+    engine = serve.run(ModelReplica.bind(config), name=f"{name}-engine", _local_testing_mode=True)
+    text = serve.run(TextMTP.bind(AppArgs(engine=config)), name=f"{name}-text", _local_testing_mode=True)
+
+    async def go() -> None:
+        here: Any = Here.__new__(Here)
+        await here.__init__(AppArgs(engine=config), {}, engine, text, text)
+        here._graph._ready_until = float("inf")
+        transport = httpx.ASGITransport(here.__serve_build_asgi_app__())
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            await test(client)
+
+    asyncio.run(go())
+    engine.options(method_name="__del__").remote().result()  # as Serve does; the local mode forgets it
+
+
+def test_an_encoder_embeds_through_http_scores_by_the_cosine_and_generates_no_text(tmp_path):
+    path = make_encoder(tmp_path / "model", "modernbert", "mean_tokens")
+    reference = Reference(path)
+    expected = np.array([reference.states(tokenizer("modernbert").encode(text).ids).mean(axis=0) for text in TEXTS])
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+
+    async def go(client: httpx.AsyncClient) -> None:
+        answer = await client.post("/v1/embeddings", json={"model": "model", "input": list(TEXTS)})
+        found = np.array([item["embedding"] for item in answer.json()["data"]])
+        np.testing.assert_allclose(found, expected, atol=5e-6)
+        body = {"model": "model", "query": TEXTS[0], "documents": list(TEXTS[1:])}
+        results = (await client.post("/v1/rerank", json=body)).json()["results"]
+        cosines = {i: expected[0] @ expected[i + 1] for i in range(3)}
+        assert [one["index"] for one in results] == sorted(cosines, key=lambda i: -cosines[i])
+        answer = await client.post("/v1/embeddings", json={"model": "model", "input": "red " * POSITIONS})
+        assert answer.status_code == 400 and f"{POSITIONS} tokens" in answer.text
+        for route, more in {"/v1/chat/completions": {}, "/v1/messages": {"max_tokens": 5}}.items():
+            answer = await client.post(route, json={**CHAT, **more})
+            assert answer.status_code == 400 and "embedding model and generates no text" in answer.text
+
+    serving(path, "encoder", go)
+
+
+def test_a_cross_encoder_reranks_through_http_by_the_probability_of_its_only_class(tmp_path):
+    path = make_cross_encoder(tmp_path / "model", "bert")
+    reference = Reference(path)
+    pairs = [tokenizer("bert").encode(TEXTS[0], document) for document in TEXTS[1:]]
+    logits = [reference.score(pair.ids, pair.type_ids.index(1)) for pair in pairs]
+
+    async def go(client: httpx.AsyncClient) -> None:
+        body = {"model": "model", "query": TEXTS[0], "documents": list(TEXTS[1:])}
+        results = (await client.post("/v1/rerank", json=body)).json()["results"]
+        assert [one["index"] for one in results] == sorted(range(3), key=lambda i: -logits[i])
+        for one in results:
+            assert one["relevance_score"] == pytest.approx(1 / (1 + np.exp(-logits[one["index"]])), abs=1e-5)
+        plain = (await client.post("/v1/rerank", json={**body, "use_activation": False})).json()["results"]
+        assert plain[0]["relevance_score"] == pytest.approx(max(logits), abs=2e-5)
+        answer = await client.post("/v1/rerank", json={**body, "instruction": "Find fruit."})
+        assert answer.status_code == 400 and "write the instruction into the query" in answer.text
+        for route, more in {"/v1/chat/completions": CHAT, "/v1/embeddings": {"input": "a"}}.items():
+            answer = await client.post(route, json={"model": "model", **more})
+            assert answer.status_code == 400 and "reranker" in answer.text
+
+    serving(path, "cross-encoder", go)
+
+
+def test_the_planner_lowercases_where_the_checkpoint_says_so_and_has_the_models_own_limits(tmp_path):
+    path = make_encoder(tmp_path / "model", "modernbert")
+
+    def embedded(text: str) -> list[int]:
+        request = ChatRequest("r", (), raw_prompt=text, is_embedding=True)
+        return asyncio.run(PromptPlanner(EngineConfig(model=str(path))).embedding_request(request)).token_ids.tolist()
+
+    plain = embedded("Red Apples")
+    (path / "sentence_bert_config.json").write_text('{"max_seq_length": 20, "do_lower_case": true}')
+    assert embedded("Red Apples") == tokenizer("modernbert").encode("red apples").ids != plain
+    with pytest.raises(ContextLengthExceeded, match="maximum context length is 20 tokens"):
+        embedded("red " * 30)
+    (path / "1_Pooling" / "config.json").unlink()
+    with pytest.raises(InvalidRequest, match="an encoder without 1_Pooling"):
+        embedded("red apples")
+
+
+def test_a_pair_beyond_the_models_own_limit_is_refused_with_both_numbers(tmp_path):
+    path = make_cross_encoder(tmp_path / "model", "xlm-roberta")
+    planner = PromptPlanner(EngineConfig(model=str(path)))
+    request = ChatRequest("r", (), raw_prompt="red " * 200, is_embedding=True, scored_query="apples")
+    with pytest.raises(ContextLengthExceeded, match=rf"maximum context length is {POSITIONS} tokens"):
+        asyncio.run(planner.embedding_request(request))
