@@ -159,8 +159,7 @@ class MLXRunner:
     def warm_up(self, progress: Callable[[float], None] = lambda share: None) -> None:
         """Compile kernels with rows, chunks and an image; time steps and chunks, and measure memory costs.
 
-        Args:
-            progress: Receives the share that is done, from 0 to 1.
+        progress: receives the share that is done, from 0 to 1.
         """
         with StartPhase("compiling") as phase:
 
