@@ -38,6 +38,7 @@ class Eagle3Head(Eagle3DraftModel):
     """
 
     as_offset = False
+    block = None
     model_path: Path
 
     def __init__(self, config: Eagle3Config, language_model: Any):
