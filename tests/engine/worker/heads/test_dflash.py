@@ -7,20 +7,24 @@ from typing import Any
 import engine.worker  # noqa: F401  # before MLX
 
 import mlx.core as mx  # isort: skip
+import numpy as np
 import pytest
 from mlx_vlm.models.cache import KVCache
 
 from engine.config import EngineConfig, MTPConfig
-from engine.core.runner import Drafts
+from engine.core.row import Row
+from engine.core.runner import Drafts, PromptChunk
 from engine.errors import EngineFailed
+from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import loader
 from engine.worker.drafter import MAX_PENDING, Drafter, PendingHiddenStates
 from engine.worker.drafting import drafting_head, drafts_offered
 from engine.worker.language_model import LanguageModel
 from engine.worker.model_runner import load_runner
+from tests.support.cold_runner import load_cold
 from tests.support.dflash import BLOCK_SIZE, LAYERS_READ, WINDOW, LibraryDrafter, write_dflash
 from tests.support.families import FAMILIES
-from tests.support.zoo import VOCAB_SIZE, make
+from tests.support.zoo import VOCAB_SIZE, make, prompt
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -86,6 +90,38 @@ def test_blocks_of_rows_of_different_lengths_are_those_of_the_library_over_sever
         count = mx.array(list(added), mx.int32)
         drafter.pending = PendingHiddenStates(mx.array(tokens, mx.int32), mx.concatenate(spans), count, width)
         lengths = [length + more for length, more in zip(lengths, added, strict=True)]
+
+
+def test_prompts_in_one_forward_leave_the_drafter_the_keys_and_values_that_each_has_alone(model, tmp_path):
+    runner = load_cold(EngineConfig(model=str(model), mtp_head=str(written(model, tmp_path))))
+    chunks = {"long": (40, (17, 4)), "short": (23, (9, 12))}  # tokens of a prompt, and of the first two chunks
+
+    def row_of(name: str) -> Row:
+        ids = np.array(prompt(chunks[name][0], seed=chunks[name][0]), np.int32)
+        return Row(EngineRequest(name, ids, SamplingParams(4, temperature=0.0), ()))
+
+    def left_by(rows: list[Row]) -> list[np.ndarray]:
+        prompts = [runner._prompts[row.id] for row in rows]
+        layers = [layer for one in prompts for layer in one.head_cache or []]
+        assert [layer.offset for layer in layers] == [20] * len(layers), "the newest hidden state waits for its token"
+        found = [np.array(array[..., :20, :]) for layer in layers for array in layer.state]
+        runner.drop([row.id for row in rows])
+        return found + [np.array(one.hidden) for one in prompts]
+
+    alone = []
+    for name, (_, sizes) in chunks.items():
+        row = row_of(name)
+        for size in sizes:
+            runner.prefill([row], size)
+        alone.append(left_by([row]))
+    rows = [row_of(name) for name in chunks]
+    for i in range(2):
+        runner.prefill_burst([PromptChunk(row, chunks[row.spec.request_id][1][i]) for row in rows])
+    together = left_by(rows)
+    expected = [*alone[0][:-1], *alone[1][:-1], alone[0][-1], alone[1][-1]]
+    assert len(together) == len(expected) == 10
+    for one, other in zip(together, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
 
 
 @pytest.mark.parametrize(
