@@ -13,7 +13,7 @@ from mlx_vlm.models.cache import KVCache
 
 from engine.config import EngineConfig, MTPConfig
 from engine.core.row import Row
-from engine.core.runner import Drafts, PromptChunk
+from engine.core.runner import PromptChunk
 from engine.errors import EngineFailed
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import loader
@@ -21,6 +21,7 @@ from engine.worker.drafter import MAX_PENDING, Drafter, PendingHiddenStates
 from engine.worker.drafting import drafting_head, drafts_offered
 from engine.worker.language_model import LanguageModel
 from engine.worker.model_runner import load_runner
+from engine.worker.recurrent_layer import BatchRecurrentLayer
 from tests.support.cold_runner import load_cold
 from tests.support.dflash import BLOCK_SIZE, LAYERS_READ, WINDOW, LibraryDrafter, write_dflash
 from tests.support.families import FAMILIES
@@ -135,14 +136,30 @@ def test_prompts_in_one_forward_leave_the_drafter_the_keys_and_values_that_each_
     ],
 )
 def test_numbers_of_drafts_end_below_the_longest_block(size, options, expected, model, tmp_path):
-    loaded = load(model, written(model, tmp_path, block_size=size), **options)
+    assert offered(model, written(model, tmp_path, block_size=size), options) == expected
+
+
+@pytest.mark.parametrize(("mtp", "expected"), [("auto", [1, 3]), ({"max_draft_tokens": 7}, [1, 3, 7])])
+def test_targets_that_keep_a_state_per_verified_token_get_few_drafts_unless_more_are_asked_for(
+    mtp, expected, tmp_path, monkeypatch
+):
+    model = make(tmp_path / "model", FAMILIES["qwen3_5"])
+    monkeypatch.setattr(BatchRecurrentLayer, "is_factored", False)
+    assert offered(model, write_dflash(model), {"mtp": mtp}) == expected
+
+
+def offered(model: Path, head_dir: Path, options: dict[str, Any]) -> list[int]:
+    """Return the numbers of drafts that a drafter offers."""
+    loaded = load(model, head_dir, **options)
     assert loaded.mtp_head is not None
-    language_model = LanguageModel(
-        loaded.module.language_model, has_head=True, layer_outputs=loaded.mtp_head.layer_outputs
-    )
+    lm, layer_outputs = loaded.module.language_model, loaded.mtp_head.layer_outputs
+    language_model = LanguageModel(lm, has_head=True, layer_outputs=layer_outputs)
     head = drafting_head(None, loaded.mtp_head, VOCAB_SIZE, VOCAB_SIZE, language_model)
-    config = EngineConfig.model_validate({"prompt_lookup": "off"} | options)
-    assert drafts_offered(config, head, "", language_model)[0] == tuple(Drafts(k) for k in expected)
+    drafts, _ = drafts_offered(
+        EngineConfig.model_validate({"prompt_lookup": "off"} | options), head, "", language_model
+    )
+    assert all(one.proposer == "mtp" for one in drafts)
+    return [one.num_tokens for one in drafts]
 
 
 def test_fixed_number_of_drafts_that_a_block_does_not_have_is_refused(model, tmp_path):
