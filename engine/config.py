@@ -66,6 +66,8 @@ class DraftLimits(Frozen):
 class MTPConfig(DraftLimits):
     """Fixed limits of speculative decoding with the MTP head."""
 
+    max_draft_tokens: int = Field(default=3, ge=1, le=15, description="draft tokens per row and step")
+
 
 class DraftModelConfig(Frozen):
     """A separate small model that drafts tokens."""
@@ -337,8 +339,8 @@ class EngineConfig(Frozen):
     )
     mtp_head: str | None = Field(
         default=None,
-        description="directory or hub repository of an MTP head (split off, or the original checkpoint) or an EAGLE-3 "
-        "head; null: the checkpoint's own MTP head",
+        description="directory or hub repository of an MTP head (split off, or the original checkpoint), an EAGLE-3 "
+        "head or a DFlash drafter; null: the checkpoint's own MTP head",
     )
     mtp_exact: Annotated[MTPExact, BooleanToOnOff] = Field(
         default="auto",

@@ -2,7 +2,7 @@
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +159,18 @@ def _added_tokens(model_dir: Path) -> dict[str, int]:
     return {**found, **{str(token.get("content")): int(token["id"]) for token in added}}
 
 
-def refuse_code(model_dir: Path) -> None:
-    """Raise EngineFailed if a configuration file names code that the loading libraries would run."""
+def refuse_code(model_dir: Path, known: Mapping[str, Any] | None = None) -> None:
+    """Raise EngineFailed if a configuration file names code that the loading libraries would run.
+
+    Args:
+        model_dir: A checkpoint.
+        known: Values of such keys that are accepted, because no loading library sees them and what they name is
+            computed without that code.
+    """
+    accepted = known or {}
     for path in sorted(model_dir.glob("*config*.json")):
-        found = next((key for key in _keys(read_json(path)) if key in CODE_KEYS), None)
+        named = [(key, value) for key, value in _items(read_json(path)) if key in CODE_KEYS]
+        found = next((key for key, value in named if key not in accepted or accepted[key] != value), None)
         if found is not None:
             raise EngineFailed(
                 f"{path}: {found!r} names Python code inside the checkpoint. Orchard runs no code from checkpoints; "
@@ -170,12 +178,12 @@ def refuse_code(model_dir: Path) -> None:
             )
 
 
-def _keys(value: Any) -> Iterator[str]:
+def _items(value: Any) -> Iterator[tuple[str, Any]]:
     pending = [value]
     while pending:
         item = pending.pop()
         if isinstance(item, dict):
-            yield from item
+            yield from item.items()
             pending.extend(item.values())
         elif isinstance(item, list):
             pending.extend(item)

@@ -274,9 +274,10 @@ class DecodeGroup:
         head = self._head
 
         def choose(hidden: mx.array, i: int) -> mx.array:
-            own = None if noise is None else noise[:, i : i + 1]
+            end = i + hidden.shape[1]
+            own = None if noise is None else noise[:, i:end]
             logits = head.logits(hidden)
-            return self._sampling.draft(logits, self._newest[:, None], positions[:, i : i + 1], own)
+            return self._sampling.draft(logits, self._newest[:, None], positions[:, i:end], own)
 
         return self._drafter.draft(num_drafts, self._lengths, longest, choose)
 

@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.core.runner import Proposer
+from engine.worker.block import Block
 from engine.worker.kv_cache import BatchCache, SequenceCache
 
 CATCH_UP_TOKENS = 128  # pairs per forward when the head catches up
@@ -28,6 +29,8 @@ class DraftHead(Protocol):
     """Entries of its cache before that of the first pair (token 1, hidden state 0)."""
     as_offset: bool
     """See kv_cache.Cursor."""
+    block: Block | None
+    """Drafts all tokens of a step in one forward; None if the model reads each draft before the next one."""
 
     def make_cache(self) -> SequenceCache: ...
     def begin(self, first_token_id: int, cache: SequenceCache) -> None: ...
@@ -118,12 +121,14 @@ class Drafter:
             num_drafts: Drafts per row.
             lengths: int32 [B], tokens in the target's cache.
             extent: At least max(lengths).
-            choose: choose(hidden [B, 1, hidden], i) samples draft i.
+            choose: choose(hidden [B, n, hidden], i) samples the n drafts from i on, int32 [B, n].
 
         Returns:
             int32 [B, num_drafts].
         """
         hidden = self._catch_up(lengths, extent)
+        if self._head.block is not None:
+            return choose(self._block_states(self._head.block, num_drafts, lengths, extent), 0)
         drafts = [choose(hidden, 0)]
         for i in range(1, num_drafts):
             at = lengths + (i - 1 + self._head.lead)
@@ -131,6 +136,14 @@ class Drafter:
             hidden = self._head(drafts[-1], hidden, cache, at[:, None])
             drafts.append(choose(hidden, i))
         return mx.concatenate(drafts, axis=1)
+
+    def _block_states(self, block: Block, num_drafts: int, lengths: mx.array, extent: int) -> mx.array:
+        """Return the hidden states [B, num_drafts, hidden] of a block after the pairs that the head has read."""
+        newest = mx.take_along_axis(self.pending.token_ids, (self.pending.count - 1)[:, None], axis=1)
+        at = lengths + self._head.lead
+        # The block is written after each row's end, where its next pairs will be written.
+        cache = self._cache.at(at, extent + num_drafts + 1 + self._head.lead)
+        return block.states(newest, cache, at[:, None] + mx.arange(num_drafts + 1))
 
     def row(self, index: int, num_tokens: int) -> tuple[SequenceCache, mx.array]:
         """Return one row's state as after a prompt of `num_tokens` tokens. Waits for the device.

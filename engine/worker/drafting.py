@@ -15,6 +15,10 @@ from engine.worker.rewind import has_recurrent_layers, rewind_unsupported_reason
 MTP_LENGTHS = (1, 2, 3)
 """Draft tokens per row that `auto` chooses from. Heads are trained for one to two tokens ahead; a fourth is rarely
 right."""
+BLOCK_LENGTHS = (1, 3, 7, 15)
+"""The same for a head that drafts a block in one forward, as far as they are below the longest block."""
+MOST_STATES = 3
+"""The most of these for recurrent models that keep a state per verified token."""
 DRAFT_MODEL_LENGTHS = (1, 2, 3)
 LOOKUP_LENGTHS = (2, 4)
 SHORT_LOOKUP_LENGTHS = (2, 3)
@@ -29,7 +33,7 @@ def drafting_head(
 
     Args:
         draft: The library's model of a draft model, which precedes the MTP head.
-        mtp_head: The MTP head or the EAGLE-3 head.
+        mtp_head: The MTP head, the EAGLE-3 head or the DFlash drafter.
         vocab_size: Number of logits of the target.
         num_embeddings: Number of token ids of its prompts.
         language_model: The target.
@@ -50,6 +54,7 @@ def drafts_offered(
         no_head: Why there is no MTP head, if there is none.
         language_model: The language model, whose weights need not be evaluated.
     """
+    keeps_states = has_recurrent_layers(language_model) and not BatchRecurrentLayer.is_factored
     drafts: list[Drafts] = []
     reasons: dict[Proposer, str] = {}
     if config.draft_model is not None and head is not None and head.proposer == "draft_model":
@@ -59,13 +64,12 @@ def drafts_offered(
     if head is None or head.proposer != "mtp":
         reasons["mtp"] = no_head
     else:
-        drafts += [Drafts(k, "mtp") for k in _lengths(config.mtp, MTP_LENGTHS)]
+        drafts += [Drafts(k, "mtp") for k in _lengths(config.mtp, _lengths_of(head, keeps_states))]
     if config.prompt_lookup == "off":
         reasons["prompt_lookup"] = "off in the configuration"
     elif (reason := rewind_unsupported_reason(language_model)) is not None:
         reasons["prompt_lookup"] = reason
     else:
-        keeps_states = has_recurrent_layers(language_model) and not BatchRecurrentLayer.is_factored
         lengths = SHORT_LOOKUP_LENGTHS if keeps_states or head is not None else LOOKUP_LENGTHS
         drafts += [Drafts(k, "prompt_lookup") for k in _lengths(config.prompt_lookup, lengths)]
     return tuple(drafts), reasons
@@ -74,6 +78,14 @@ def drafts_offered(
 def most_draft_tokens(drafts: Sequence[Drafts]) -> int:
     """Return the most draft tokens of any way to draft; 0 without one."""
     return max((one.num_tokens for one in drafts), default=0)
+
+
+def _lengths_of(head: DraftHead, keeps_states: bool) -> Sequence[int]:
+    """Return the numbers of draft tokens of a head with `auto`."""
+    if head.block is None:
+        return MTP_LENGTHS
+    most = min(head.block.size - 1, MOST_STATES if keeps_states else BLOCK_LENGTHS[-1])
+    return [*(k for k in BLOCK_LENGTHS if k < most), most]
 
 
 def _lengths(mode: str | DraftLimits, auto: Sequence[int]) -> Sequence[int]:

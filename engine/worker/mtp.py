@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from engine.core.runner import Proposer
+from engine.worker.block import Block
 from engine.worker.heads.head import Head
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import LanguageModel
@@ -18,13 +19,14 @@ from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCa
 
 
 class MTPHead:
-    """The MTP head or the EAGLE-3 head. Implements DraftHead."""
+    """The MTP head, the EAGLE-3 head or the DFlash drafter. Implements DraftHead."""
 
     proposer: Proposer = "mtp"
     lead = 0
 
     def __init__(self, head: Head, language_model: LanguageModel):
         self.as_offset = head.as_offset
+        self.block = None if head.block is None else Block(head.block, self._embed)
         self._head = head
         self._language_model = language_model
 

@@ -1,8 +1,9 @@
 """Loads the model's MTP head: finds it, and checks that it fits the model and that its values are plausible.
 
-Searched in this order: `mtp_head` (a directory or hub repository with either of the following), the checkpoint's own
-tensors of a head, and the output of `mlx_vlm.split_mtp` or `mlx_vlm.convert --mtp` beside it, `<model>-mtp`. How heads
-are stored and computed is the matter of their forms in engine/worker/heads.
+Searched in this order: `mtp_head` (a directory or hub repository with either of the following, with an EAGLE-3 head or
+with a DFlash drafter), the checkpoint's own tensors of a head, and the output of `mlx_vlm.split_mtp` or
+`mlx_vlm.convert --mtp` beside it, `<model>-mtp`. How heads are stored and computed is the matter of their forms in
+engine/worker/heads.
 """
 
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from engine.config import EngineConfig, MTPConfig
+from engine.config import DraftLimits, EngineConfig, MTPConfig
 from engine.errors import EngineFailed
 from engine.processing.checkpoint import read_optional_json, refuse_code, resolve_checkpoint
 from engine.worker.heads.deepseek_v4 import DEEPSEEK_V4
+from engine.worker.heads.dflash import DFlashFormat
+from engine.worker.heads.dflash_config import AUTO_MAP
 from engine.worker.heads.eagle3 import Eagle3Format
 from engine.worker.heads.glm5_next import GLM5_NEXT
 from engine.worker.heads.head import Head, HeadFormat
@@ -36,8 +39,9 @@ FORMATS: dict[str, HeadFormat] = {
     **LIBRARY_FORMATS,
     **NEMOTRON_FORMATS,
 }
-"""By the model_type of a checkpoint; an EAGLE-3 head fits any."""
-EAGLE3 = Eagle3Format()
+"""By the model_type of a checkpoint."""
+OWN_FORMATS: tuple[HeadFormat, ...] = (Eagle3Format(), DFlashFormat())
+"""Of heads that tell by their own config.json what they are, and which are given by `mtp_head` alone."""
 
 
 def find_head(config: EngineConfig, model_dir: Path, model_config: dict[str, Any]) -> tuple[Path | None, str]:
@@ -62,7 +66,8 @@ def find_head(config: EngineConfig, model_dir: Path, model_config: dict[str, Any
 def load_head(head_dir: Path, model_config: dict[str, Any], language_model: Any) -> Head:
     """Load the head in `head_dir`, not bound to the model, in eval mode; weights as stored and possibly lazy.
 
-    Code in the directory is rejected, never run.
+    Code in the directory is never run. A config.json that names some is rejected, unless it is that of a DFlash drafter
+    and names the published module, which is computed here.
 
     Args:
         head_dir: See `find_head`.
@@ -72,7 +77,7 @@ def load_head(head_dir: Path, model_config: dict[str, Any], language_model: Any)
     Raises:
         EngineFailed: The head does not fit the model, or tensors are missing, unexpected or of another shape.
     """
-    refuse_code(head_dir)
+    refuse_code(head_dir, {"auto_map": AUTO_MAP} if isinstance(_own_format(head_dir), DFlashFormat) else None)
     try:
         return _format_of(head_dir, model_config).load(head_dir, language_model)
     except EngineFailed:
@@ -80,6 +85,20 @@ def load_head(head_dir: Path, model_config: dict[str, Any], language_model: Any)
     except Exception as error:  # a damaged checkpoint can raise anything
         reason = " ".join((str(error) if isinstance(error, ValueError) else repr(error)).split())
         raise EngineFailed(f"the MTP head in {head_dir} could not be loaded: {reason}") from error
+
+
+def check_limits(head: Head, limits: DraftLimits) -> None:
+    """Check that a head can draft as many tokens as the configuration fixes.
+
+    Raises:
+        EngineFailed: Its blocks are shorter.
+    """
+    if head.block is not None and limits.max_draft_tokens >= head.block.block_size:
+        raise EngineFailed(
+            f"mtp.max_draft_tokens is {limits.max_draft_tokens}, but the longest block of the head in "
+            f"{head.model_path} has {head.block.block_size} tokens, the first of which is no draft; use at most "
+            f"{head.block.block_size - 1}"
+        )
 
 
 def is_quantized(head: Head) -> bool:
@@ -102,7 +121,11 @@ def check_values(head: Head, model_config: dict[str, Any]) -> None:
 
 
 def _format_of(head_dir: Path, model_config: dict[str, Any]) -> HeadFormat:
-    return EAGLE3 if EAGLE3.is_in(head_dir) else FORMATS[str(model_config["model_type"])]
+    return _own_format(head_dir) or FORMATS[str(model_config["model_type"])]
+
+
+def _own_format(head_dir: Path) -> HeadFormat | None:
+    return next((one for one in OWN_FORMATS if one.is_in(head_dir)), None)
 
 
 def family_unsupported_reason(model_type: str) -> str | None:
@@ -113,7 +136,7 @@ def family_unsupported_reason(model_type: str) -> str | None:
 def _search(mtp_head: str | None, model_dir: Path, model_config: dict[str, Any]) -> tuple[Path | None, str]:
     family = str(model_config.get("model_type"))
     head_dir = None if mtp_head is None else _resolve(mtp_head)
-    if head_dir is not None and EAGLE3.is_in(head_dir):
+    if head_dir is not None and _own_format(head_dir) is not None:
         return head_dir, READY
     if (reason := family_unsupported_reason(family)) is not None:
         return None, reason

@@ -51,7 +51,7 @@ class SamplingBatch:
 
         Args:
             logits: [B, L, vocab].
-            tokens: int32 [B, L], the tokens before each position; see LogitsProcessors.
+            tokens: int32 [B, 1], the newest tokens; penalties do not count the drafts between them and a position.
             positions: int32 [B, L], output positions.
             noise: Noise of these positions.
 

@@ -18,6 +18,7 @@ import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 import numpy as np
 from mlx_vlm.speculative.drafters import qwen3_5_mtp
+from mlx_vlm.speculative.drafters.qwen3_dflash.config import DFlashConfig
 from mlx_vlm.utils import get_model_and_args
 
 from engine.config import EngineConfig
@@ -25,8 +26,10 @@ from engine.core.row import Row
 from engine.core.runner import Drafts
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import loader
+from engine.worker.heads.dflash import DFlashHead
 from engine.worker.heads.eagle3 import Eagle3Head, eagle3_config
 from engine.worker.heads.qwen import QwenHead
+from engine.worker.layer_outputs import layers_of
 from engine.worker.model_runner import MLXRunner
 from tests.benchmarks.measure import Spread
 
@@ -113,11 +116,20 @@ def text_config(shape: dict[str, int]) -> dict[str, Any]:
 
 
 def random_head(form: str, shape: dict[str, int], language_model: Any) -> Any:
-    """An MTP head, or an EAGLE-3 head that knows 32,000 tokens at most, with one layer of the model's sizes."""
+    """An MTP head, an EAGLE-3 head that knows 32,000 tokens or a DFlash drafter, in the model's sizes.
+
+    The first two have one layer; the drafter has five, and reads as many of the model's.
+    """
     if form == "mtp":
         return QwenHead(qwen3_5_mtp.ModelConfig.from_dict({"text_config": text_config(shape)}))
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-    config = {name: shape[name] for name in names} | {"draft_vocab_size": min(32000, shape["vocab_size"] // 2)}
+    sizes = {name: shape[name] for name in names}
+    if form == "dflash":
+        num_layers = len(layers_of(language_model))
+        read = [1 + (num_layers - 3) * i // 4 for i in range(5)]
+        own = {"num_hidden_layers": 5, "block_size": 16, "mask_token_id": 0, "target_layer_ids": read}
+        return DFlashHead(DFlashConfig(**sizes, **own), language_model)
+    config = sizes | {"draft_vocab_size": min(32000, shape["vocab_size"] // 2)}
     head = Eagle3Head(eagle3_config(config), language_model)
     head.embed_tokens = None
     head.map_vocabulary(shape["vocab_size"])
@@ -227,7 +239,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--head", choices=["mtp", "eagle3"], default="mtp")
+    parser.add_argument("--head", choices=["mtp", "eagle3", "dflash"], default="mtp")
     parser.add_argument("--bits", type=int, choices=[4, 8, 16], default=16)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--steps", type=int, default=60)

@@ -32,6 +32,7 @@ from engine.worker.sampler import Sampler
 from tests.support.cold_runner import load_cold
 from tests.support.conversations import agree
 from tests.support.demo_model import DEMO
+from tests.support.dflash import write_dflash
 from tests.support.driver import encode_images
 from tests.support.schedule_runs import NUM_SCHEDULES, check_many
 from tests.support.schedules import Ending, Execution, Schedule, Specimens
@@ -44,6 +45,7 @@ class Kind:
     """A random model, its share of the schedules, and how it runs.
 
     acceptance: more and less than these shares of the drafts. max_waste: bytes; a small one makes many groups.
+    has_drafter: a DFlash drafter in the place of the checkpoint's head.
     """
 
     tiny: dict[str, Any]
@@ -51,6 +53,7 @@ class Kind:
     acceptance: tuple[float, float] = (0.1, 0.9)
     config: dict[str, Any] = field(default_factory=dict)
     max_waste: int | None = None
+    has_drafter: bool = False
 
 
 KINDS = {
@@ -60,6 +63,7 @@ KINDS = {
     "foreign head": Kind({"layers": 2, "interval": 2, "seed": 3}, 0.1, (-1, 0.5)),
     "tied": Kind({"layers": 2, "interval": 2, "tie": True, "agree": 0.3, "seed": 4}, 0.2),
     "compiled": Kind({"layers": 2, "interval": 2, "agree": 0.3, "seed": 5}, 0.08, config={"compile": "on"}),
+    "drafter": Kind({"layers": 3, "interval": 2, "seed": 6}, 0.1, (0, 0.5), has_drafter=True),
 }
 
 
@@ -223,7 +227,8 @@ def _parse(grammar: GrammarSpec, text: str) -> None:
 
 
 def _load(path: Path, kind: Kind) -> MLXRunner:
-    runner = load_cold(EngineConfig(model=str(path), **kind.config))
+    mtp_head = str(write_dflash(path)) if kind.has_drafter else None
+    runner = load_cold(EngineConfig(model=str(path), mtp_head=mtp_head, **kind.config))
     if kind.max_waste is not None:  # a group may waste as much as the weights weigh
         runner.costs = replace(runner.costs, base_bytes=kind.max_waste)
     return runner

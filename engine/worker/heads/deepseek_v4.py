@@ -25,6 +25,7 @@ class DeepseekV4Head(DeepseekV4MTPDraftModel):
 
     as_offset = True
     embed_tokens = None
+    block = None
     model_path: Path
 
     def __init__(self, language_model: Any):

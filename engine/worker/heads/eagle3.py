@@ -18,9 +18,9 @@ from engine.errors import EngineFailed
 from engine.processing.checkpoint import read_config
 from engine.worker.heads.head import Head
 from engine.worker.heads.head_files import check_fit, split_tensors
-from engine.worker.language_model import LanguageModel, config_of
+from engine.worker.heads.read_outputs import check_outputs
+from engine.worker.language_model import config_of
 from engine.worker.layer_outputs import LayerOutputs, layers_of
-from engine.worker.rewind import rewind_unsupported_reason
 
 LOWEST = -1e9  # logit of tokens that are not in the head's vocabulary
 FIRST_LAYER = "midlayer."
@@ -38,6 +38,7 @@ class Eagle3Head(Eagle3DraftModel):
     """
 
     as_offset = False
+    block = None
     model_path: Path
 
     def __init__(self, config: Eagle3Config, language_model: Any):
@@ -96,7 +97,7 @@ class Eagle3Format:
             )
         weights = {_name(name): tensor for name, tensor in split_tensors(head_dir).items()}
         head: Any = Eagle3Head(head_config, language_model)
-        _check_outputs(head, language_model, head_dir)
+        check_outputs("EAGLE-3 head", head, head.fc.weight.shape[1], language_model, head_dir)
         if "embed_tokens.weight" not in weights:
             if text.hidden_size != target.hidden_size:
                 raise EngineFailed(
@@ -110,26 +111,6 @@ class Eagle3Format:
 
     def check_values(self, head: Head) -> None:
         """Do nothing: its norms are stored as they are."""
-
-
-def _check_outputs(head: Eagle3Head, language_model: Any, head_dir: Path) -> None:
-    """Check that the family's layers return what the head reads, by a forward that is not computed."""
-    target = LanguageModel(language_model, layer_outputs=head.layer_outputs)
-    cannot = f"the EAGLE-3 head in {head_dir} cannot draft for this model:"
-    token, where = mx.zeros((1, 1), mx.int32), np.zeros((3, 1, 1), np.int32)
-    try:
-        read = target.extend(token, None, target.make_cache(), where, launch=False)
-        reason = rewind_unsupported_reason(target)
-    except KeyError as error:
-        raise EngineFailed(
-            f"{cannot} the library's module does not call layer {error}, whose output it reads"
-        ) from None
-    expected = (1, 1, head.fc.weight.shape[1])
-    if read is None or read.shape != expected:
-        found = None if read is None else read.shape
-        raise EngineFailed(f"{cannot} its layers return {found} for a token, expected {expected}")
-    if reason is not None:
-        raise EngineFailed(f"{cannot} {reason}")
 
 
 def is_eagle3(config: dict[str, Any]) -> bool:

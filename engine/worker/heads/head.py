@@ -9,6 +9,31 @@ from engine.worker.kv_cache import SequenceCache
 from engine.worker.layer_outputs import LayerOutputs
 
 
+class BlockHead(Protocol):
+    """The part of a head that drafts a block of tokens in one forward."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of the longest block: the newest token, then the drafts."""
+        ...
+
+    @property
+    def mask_token_id(self) -> int:
+        """The token in the places of the drafts."""
+        ...
+
+    def block_states(self, embeds: mx.array, cache: list[Any], positions: mx.array) -> mx.array:
+        """Return hidden states [B, L, hidden_size], of which those at the masks become the drafts in their places.
+
+        Args:
+            embeds: [B, L, hidden], embeddings of the newest token and of L - 1 masks.
+            cache: The layers of a decode group, into which `Head.states` has written all positions before the block.
+                What a block writes is overwritten by later tokens.
+            positions: int32 [B, L].
+        """
+        ...
+
+
 class Head(Protocol):
     """A loaded head, an nn.Module."""
 
@@ -37,6 +62,11 @@ class Head(Protocol):
         """Its own embedding, None for the target's."""
         ...
 
+    @property
+    def block(self) -> BlockHead | None:
+        """Drafts a block in one forward; None for a head that drafts one token after the other from `states`."""
+        ...
+
     def make_cache(self) -> SequenceCache:
         """Return an empty cache for one row; a layer with several caches has one entry for each."""
         ...
@@ -62,6 +92,7 @@ class SharesTarget:
 
     layer_outputs = None
     embed_tokens = None
+    block = None
 
     def logits(self, states: mx.array) -> None:
         return None

@@ -39,6 +39,7 @@ class Qwen4Head(Qwen4ExpMTPDraftModel):
 
     as_offset = False
     embed_tokens = None
+    block = None
     model_path: Path
 
     def __init__(self, config: ModelConfig, language_model: Any):

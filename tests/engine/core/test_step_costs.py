@@ -24,6 +24,17 @@ def test_warm_up_with_few_rows_predicts_more_rows(num_rows: int):
     assert StepCosts(MTP, WARM_UP).seconds(num_rows) == pytest.approx(true, rel=0.25)
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 4, 8])
+def test_drafts_of_a_block_are_predicted_to_cost_one_forward_of_the_head_however_many_there_are(num_rows: int):
+    def seconds(num_rows: int, k: int) -> float:
+        return 0.02 + 0.001 * num_rows + (0.005 + 0.0005 * num_rows if k else 0.0) + 0.0002 * num_rows * k
+
+    block = tuple(Drafts(k) for k in (1, 3, 7, 15))
+    warm_up = [StepTime(n, Drafts(k), seconds(n, k)) for n in (1, 2, 8) for k in (0, 1, 3, 7, 15)]
+    true = [seconds(num_rows, one.num_tokens) for one in (Drafts(0), *block)]
+    assert StepCosts(block, warm_up).seconds(num_rows) == pytest.approx(true, rel=0.02)
+
+
 def test_an_outlying_step_time_changes_no_cost_and_a_slower_machine_is_soon_learned():
     costs = StepCosts(MTP, WARM_UP)
     before = costs.seconds(4)

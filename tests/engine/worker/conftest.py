@@ -8,11 +8,13 @@ import pytest
 from engine.config import EngineConfig
 from engine.worker.model_runner import MLXRunner
 from tests.support.cold_runner import load_cold
+from tests.support.dflash import write_dflash
 
 
 @pytest.fixture(scope="module")
 def runner_of(tiny_model: Callable[..., Path], request: pytest.FixtureRequest) -> Callable[[str], MLXRunner]:
-    """Load a model of the module's MODELS by its name; the one named `compiled` has a compiled step.
+    """Load a model of the module's MODELS by its name; the one named `compiled` has a compiled step, that named
+    `drafter` a DFlash drafter in the place of its head.
 
     They are never closed: that would take the main thread's streams from the tests that follow.
     """
@@ -23,8 +25,9 @@ def runner_of(tiny_model: Callable[..., Path], request: pytest.FixtureRequest) -
             return request.getfixturevalue("runner" if name == "demo" else "text_runner")
         if name not in loaded:
             compiles = {"compile": "on"} if name == "compiled" else {}
-            model = str(tiny_model(**request.module.MODELS[name]))
-            loaded[name] = load_cold(EngineConfig.model_validate({"model": model, **compiles}))
+            model = tiny_model(**request.module.MODELS[name])
+            drafts = {"mtp_head": str(write_dflash(model))} if name == "drafter" else {}
+            loaded[name] = load_cold(EngineConfig.model_validate({"model": str(model), **compiles, **drafts}))
         return loaded[name]
 
     return make

@@ -14,7 +14,7 @@ from engine.worker.drafter import Drafter, PendingHiddenStates
 class RecordingHead:
     """Stores the ids of tokens as keys, and records their positions."""
 
-    proposer, as_offset = "mtp", True
+    proposer, as_offset, block = "mtp", True, None
 
     def __init__(self, lead: int):
         self.lead = lead

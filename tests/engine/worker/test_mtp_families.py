@@ -24,9 +24,11 @@ from engine.errors import EngineFailed
 from engine.protocol import EngineRequest, Progress, SamplingParams
 from engine.worker import loader, mtp_loader
 from engine.worker.decode import DecodeGroup
+from engine.worker.drafter import DraftHead
 from engine.worker.heads.qwen import QWEN_FORMATS
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.cold_runner import load_cold
+from tests.support.dflash import LibraryDrafter, write_dflash
 from tests.support.driver import Driver
 from tests.support.families import FAMILIES
 from tests.support.heads import as_raw_head, put_into_checkpoint, write_eagle3, write_head
@@ -40,6 +42,7 @@ class Served:
     runner: MLXRunner
     turns: dict[str, Turn]
     path: Path
+    head_dir: Path
 
     def request(self, turn: str) -> EngineRequest:
         asked = self.turns[turn]
@@ -57,14 +60,16 @@ HEADS: dict[str, tuple[str, Callable[[Path], Path]]] = {
     "eagle3 gpt_oss": ("gpt_oss", lambda path: write_eagle3(path, for_sglang=False, draft_vocab_size=300)),
     "eagle3 qwen3_5": ("qwen3_5", lambda path: write_eagle3(path, for_sglang=False)),
     "eagle3 glm_moe_dsa": ("glm_moe_dsa", lambda path: write_eagle3(path, for_sglang=True)),
+    **{f"dflash {family}": (family, write_dflash) for family in ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe")},
+    **{f"dflash {family}": (family, write_dflash) for family in ("qwen3_next", "llama", "gpt_oss")},
 }
 """The model's family, and what writes a head for it."""
 GATE = (
     *("qwen3_5", "glm4_moe", "glm_moe_dsa", "qwen4_exp", "deepseek_v4", "nemotron_h"),
-    *("eagle3 llama", "eagle3 qwen3_5"),
+    *("eagle3 llama", "eagle3 qwen3_5", "dflash qwen3_5"),
 )
 """Positions given and not, keys and values of heads, latent ones with those of an indexer, an index with positions and
-streams of hidden states, a window, a target of Mamba-2 layers; parts of a vocabulary."""
+streams of hidden states, a window, a target of Mamba-2 layers; parts of a vocabulary; a block in one forward."""
 
 
 @pytest.fixture(
@@ -80,7 +85,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     family, write = HEADS[request.param]
     path = make(tmp_path_factory.mktemp("heads") / "model", FAMILIES[family])
     turns = conversation(load(path))
-    return Served(open_runner(path, write(path)), turns, path)
+    head_dir = write(path)
+    return Served(open_runner(path, head_dir), turns, path, head_dir)
 
 
 @pytest.mark.parametrize("num_drafts", [pytest.param(1, marks=pytest.mark.night("three drafts are harder")), 3])
@@ -146,8 +152,18 @@ def test_answer_cut_anywhere_goes_on_in_another_engine_with_drafts(served):
         assert (num_drafted > 0) == (options is drafts)
 
 
+def chained(head: DraftHead, behind: mx.array, read: mx.array, num_drafts: int) -> list[int]:
+    """Return a head's drafts behind all pairs, each computed of the head's own state and the draft before it."""
+    cache, positions, found = head.make_cache(), mx.arange(read.shape[1])[None], list[int]()
+    for _ in range(num_drafts):
+        read = head(behind, read, cache, positions)[:, -1:]
+        found.append(int(np.array(head.logits(read))[0, 0].argmax()))
+        behind, positions = mx.array([found[-1:]], mx.int32), positions[:, -1:] + 1
+    return found
+
+
 def test_head_drafts_what_a_forward_over_the_whole_sequence_predicts(served, monkeypatch):
-    """That of the head over all pairs (token p + 1, what it reads at p), computed at once, then over its own states."""
+    """That over all pairs (token p + 1, what the head reads at p), computed at once; of a block the library's."""
     drafted: list[mx.array | None] = []  # by each step that was launched
 
     def launch(group: DecodeGroup, drafts: Drafts) -> Any:
@@ -180,12 +196,12 @@ def test_head_drafts_what_a_forward_over_the_whole_sequence_predicts(served, mon
         before, behind = mx.array([tokens[: num - 1]], mx.int32), mx.array([tokens[1:num]], mx.int32)
         _, read = language_model.extend_with_logits(before, language_model.make_cache(), where)
         assert read is not None
-        cache, positions = head.make_cache(), mx.array(where[0])
-        for draft in np.array(drafts)[0].tolist():  # each one behind the head's own state and the draft before it
-            read = head(behind, read, cache, positions)[:, -1:]
-            assert draft == int(np.array(head.logits(read))[0, 0].argmax())
-            behind, positions = mx.array([[draft]], mx.int32), positions[:, -1:] + 1
-            num_checked += 1
+        found = np.array(drafts)[0].tolist()
+        if head.block is None:
+            assert found == chained(head, behind, read, len(found))
+        else:
+            assert found == LibraryDrafter(served.head_dir, language_model.lm).drafts(tokens[num - 1], read, len(found))
+        num_checked += len(found)
     assert num_checked >= 6
 
 

@@ -44,6 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "foreign head": {"layers": 2, "interval": 2, "seed": 3},
     "no head": {"layers": 4, "interval": 2, "mtp": False},
     "compiled": {"layers": 2, "interval": 2, "agree": 0.3, "seed": 5},
+    "drafter": {"layers": 3, "interval": 2, "seed": 7},
 }
 LOOKUP = Drafts(4, "prompt_lookup", is_forced=True)
 DRAFTS: dict[str, Callable[[int], Drafts]] = {
@@ -198,7 +199,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 STOPPED = [
     (name, drafts, list(SAMPLINGS)[(i + j) % len(SAMPLINGS)])
-    for i, name in enumerate(("deep", "alternating", "foreign head"))
+    for i, name in enumerate(("deep", "alternating", "foreign head", "drafter"))
     for j, drafts in enumerate(DRAFTS)
 ]
 """Every two of model, drafts and sampling meet."""
@@ -555,8 +556,9 @@ class Keeping:
         [
             *(("deep", seed) for seed in range(6 + NUM_MORE_SCHEDULES)),
             *(("compiled", 6 + seed) for seed in range(3 + NUM_MORE_SCHEDULES)),
+            *(("drafter", 9 + seed) for seed in range(3 + NUM_MORE_SCHEDULES)),
         ],
-        [("deep", 0), ("deep", 1), ("deep", 2), ("compiled", 6)],
+        [("deep", 0), ("deep", 1), ("deep", 2), ("compiled", 6), ("drafter", 9)],
         "more of the same random schedules",
         are_sets=True,
     ),
