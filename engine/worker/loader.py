@@ -415,8 +415,7 @@ def _load_head(config: EngineConfig, opened: OpenedModel) -> Any | None:
     if opened.head_dir is None:
         return None
     head: Any = mtp_loader.load_head(opened.head_dir, opened.config, opened.module.language_model)
-    if isinstance(config.mtp, DraftLimits):
-        mtp_loader.check_limits(head, config.mtp)
+    mtp_loader.check_limits(head, config.mtp)
     quantized = mtp_loader.is_quantized(head)
     cast(head, choose_dtype(config.dtype, {"quantization": {}}) if quantized else DTYPES[opened.dtype])
     if quantized:

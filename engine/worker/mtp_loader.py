@@ -87,13 +87,13 @@ def load_head(head_dir: Path, model_config: dict[str, Any], language_model: Any)
         raise EngineFailed(f"the MTP head in {head_dir} could not be loaded: {reason}") from error
 
 
-def check_limits(head: Head, limits: DraftLimits) -> None:
-    """Check that a head can draft as many tokens as the configuration fixes.
+def check_limits(head: Head, limits: str | DraftLimits) -> None:
+    """Check that a head can draft as many tokens as the configuration fixes, if it does.
 
     Raises:
         EngineFailed: Its blocks are shorter.
     """
-    if head.block is not None and limits.max_draft_tokens >= head.block.block_size:
+    if isinstance(limits, DraftLimits) and head.block is not None and limits.max_draft_tokens >= head.block.block_size:
         raise EngineFailed(
             f"mtp.max_draft_tokens is {limits.max_draft_tokens}, but the longest block of the head in "
             f"{head.model_path} has {head.block.block_size} tokens, the first of which is no draft; use at most "
