@@ -4,7 +4,8 @@ Any number of engines may run on a CPU.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from engine.errors import EngineFailed
 from engine.gpus import VISIBLE
@@ -41,6 +42,26 @@ def lock_device(kind: str, share_device: bool, timeout_s: float | None = None) -
             f"the GPU lock cannot be acquired ({error}); make the directory writable, or set engine.share_device: "
             "true if no other engine uses this GPU"
         ) from None
+
+
+@contextmanager
+def starting(kind: str, share_device: bool) -> Iterator[ProcessLock | None]:
+    """Lock the device for an engine that starts within the block; release the lock if the start fails.
+
+    Args:
+        kind: See lock_device.
+        share_device: See lock_device.
+
+    Raises:
+        EngineFailed: See lock_device.
+    """
+    lock = lock_device(kind, share_device)
+    try:
+        yield lock
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
 
 
 def device_refusal(device: str, share_device: bool, gpus: Sequence[str] = ()) -> str | None:

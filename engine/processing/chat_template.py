@@ -52,7 +52,7 @@ class ChatTemplate:
         self._renderer = _load_renderer(model_dir, is_plain or _reads_plain_text(model_dir))
         beginning: Any = self._renderer.bos_token or self._renderer.eos_token if adds_beginning else None
         self.beginning = str(beginning or "")
-        """What each prompt begins with."""
+        """Text at the beginning of each prompt; '' for none."""
 
     @property
     def backend_tokenizer(self) -> Tokenizer:

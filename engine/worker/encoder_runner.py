@@ -24,7 +24,7 @@ from engine.core.runner import (
     RowSnapshot,
     StepTime,
 )
-from engine.device_lock import lock_device
+from engine.device_lock import starting
 from engine.process_lock import ProcessLock
 from engine.protocol import EngineRequest, SamplingParams
 from engine.start_phase import StartPhase
@@ -42,16 +42,11 @@ BURST_TOKENS = (7, 4)
 def load_runner(config: EngineConfig, progress: Callable[[float], None]) -> "EncoderRunner":
     """Load an encoder, see `runner_factory.make_runner`."""
     loader.use_device(config.device)
-    lock = lock_device(loader.device_kind(), config.share_device)
-    try:
+    with starting(loader.device_kind(), config.share_device) as lock:
         runner = EncoderRunner(loader.load(config, progress, encoder_loader.open_encoder), lock)
         memory.set_limits(config)
         runner.warm_up(progress)
         return runner
-    except BaseException:
-        if lock is not None:
-            lock.release()
-        raise
 
 
 class EncoderRunner:

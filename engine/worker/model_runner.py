@@ -23,7 +23,7 @@ from engine.core.runner import (
     RowSnapshot,
     StepTime,
 )
-from engine.device_lock import lock_device
+from engine.device_lock import starting
 from engine.errors import EngineFailed
 from engine.process_lock import ProcessLock
 from engine.processing.checkpoint import image_processor_config, num_embeddings
@@ -78,16 +78,11 @@ def load_runner(config: EngineConfig, progress: Callable[[float], None]) -> "MLX
         EngineFailed: The model cannot be loaded, or an engine in another process has the GPU.
     """
     loader.use_device(config.device)
-    lock = lock_device(loader.device_kind(), config.share_device)
-    try:
+    with starting(loader.device_kind(), config.share_device) as lock:
         runner = MLXRunner(loader.load(config, progress), config, lock)
         memory.set_limits(config)
         runner.warm_up(progress)
         return runner
-    except BaseException:
-        if lock is not None:
-            lock.release()
-        raise
 
 
 class MLXRunner:

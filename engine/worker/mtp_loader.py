@@ -41,7 +41,7 @@ FORMATS: dict[str, HeadFormat] = {
 }
 """By the model_type of a checkpoint."""
 OWN_FORMATS: tuple[HeadFormat, ...] = (Eagle3Format(), DFlashFormat())
-"""Of heads that tell by their own config.json what they are, and which are given by `mtp_head` alone."""
+"""Formats of heads that are recognized by their own config.json; only `mtp_head` names such a head."""
 
 
 def find_head(config: EngineConfig, model_dir: Path, model_config: dict[str, Any]) -> tuple[Path | None, str]:

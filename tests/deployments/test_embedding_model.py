@@ -7,17 +7,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from ray import serve
 
-from deployments.args import AppArgs
 from deployments.dispatch.embedding import embed_all
-from deployments.ingress import Ingress
-from deployments.model_replica import ModelReplica
 from deployments.planners.prompt_planner import PromptPlanner
-from deployments.planners.text import TextMTP
 from deployments.requests import ChatRequest, EmbedRequest
 from engine.config import EngineConfig
 from engine.errors import ContextLengthExceeded, EngineFailed, InvalidRequest
+from tests.deployments.local_mode import serving
 from tests.support.embedding_models import PROMPTS, demo_embedding_model, describe_embeddings
 from tests.support.tiny import Tiny, build
 
@@ -99,42 +95,27 @@ def test_an_embedding_model_needs_no_chat_template(tmp_path):
         PromptPlanner(EngineConfig(model=str(path)))
 
 
-class Here(Ingress.func_or_class):  # type: ignore[misc, name-defined]
-    def __del__(self) -> None:
-        """Serve awaits the one of the ingress; here nothing does."""
-
-
 def test_an_embedding_model_embeds_through_http_and_refuses_to_generate_text(tmp_path):
     path = describe_embeddings(build(tmp_path / "model", Tiny(layers=2, interval=2, mtp=False)))
-    config = EngineConfig(model=str(path), device="cpu", dtype="float32", mtp="off")
-    engine = serve.run(ModelReplica.bind(config), name="embedding-engine", _local_testing_mode=True)
-    text = serve.run(TextMTP.bind(AppArgs(engine=config)), name="embedding-text", _local_testing_mode=True)
 
-    async def go() -> None:
-        here: Any = Here.__new__(Here)
-        await here.__init__(AppArgs(engine=config), {}, engine, text, text)
-        here._graph._ready_until = float("inf")
-        transport = httpx.ASGITransport(here.__serve_build_asgi_app__())
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+    async def go(client: httpx.AsyncClient) -> None:
+        async def embed(**fields: Any) -> np.ndarray:
+            answer = await client.post("/v1/embeddings", json={"model": "model", **fields})
+            return np.array([item["embedding"] for item in answer.json()["data"]])
 
-            async def embed(**fields: Any) -> np.ndarray:
-                answer = await client.post("/v1/embeddings", json={"model": "model", **fields})
-                return np.array([item["embedding"] for item in answer.json()["data"]])
+        texts = ["red apples", "a story about the sea"]
+        whole = await embed(input=texts)
+        short = whole[:, :16] / np.linalg.norm(whole[:, :16], axis=1, keepdims=True)
+        np.testing.assert_allclose(await embed(input=texts, dimensions=16), short, atol=1e-6)
+        by_name = await embed(input=texts, prompt_name="query")
+        by_hand = await embed(input=[PROMPTS["query"] + text for text in texts])
+        np.testing.assert_allclose(by_name, by_hand, atol=1e-5)
+        chat = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
+        for path, body in {"/v1/chat/completions": chat, "/v1/messages": {**chat, "max_tokens": 5}}.items():
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 400 and "embedding model and generates no text" in answer.text
 
-            texts = ["red apples", "a story about the sea"]
-            whole = await embed(input=texts)
-            short = whole[:, :16] / np.linalg.norm(whole[:, :16], axis=1, keepdims=True)
-            np.testing.assert_allclose(await embed(input=texts, dimensions=16), short, atol=1e-6)
-            by_name = await embed(input=texts, prompt_name="query")
-            by_hand = await embed(input=[PROMPTS["query"] + text for text in texts])
-            np.testing.assert_allclose(by_name, by_hand, atol=1e-5)
-            chat = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
-            for path, body in {"/v1/chat/completions": chat, "/v1/messages": {**chat, "max_tokens": 5}}.items():
-                answer = await client.post(path, json=body)
-                assert answer.status_code == 400 and "embedding model and generates no text" in answer.text
-
-    asyncio.run(go())
-    engine.options(method_name="__del__").remote().result()  # as Serve does; the local mode forgets it
+    serving(path, "embedding", go, mtp="off")
 
 
 @pytest.mark.parametrize(("wanted", "expected"), [(3, [0.6, 0.0, 0.8]), (1, [1.0]), (4, [0.48, 0.0, 0.64, 0.6])])

@@ -1,49 +1,19 @@
 """Encoders behind the planner and the ingress: embeddings, scores of pairs, and no text."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from ray import serve
 
-from deployments.args import AppArgs
-from deployments.ingress import Ingress
-from deployments.model_replica import ModelReplica
 from deployments.planners.prompt_planner import PromptPlanner
-from deployments.planners.text import TextMTP
 from deployments.requests import ChatRequest
 from engine.config import EngineConfig
 from engine.errors import ContextLengthExceeded, InvalidRequest
+from tests.deployments.local_mode import serving
 from tests.support.encoders import POSITIONS, TEXTS, Reference, make_cross_encoder, make_encoder, tokenizer
 
 CHAT = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
-
-
-class Here(Ingress.func_or_class):  # type: ignore[misc, name-defined]
-    def __del__(self) -> None:
-        """Serve awaits the one of the ingress; here nothing does."""
-
-
-def serving(path: Path, name: str, test: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
-    """Run the test with a client of a graph of this name that serves this checkpoint in this process."""
-    config = EngineConfig(model=str(path), device="cpu", dtype="float32")
-    engine = serve.run(ModelReplica.bind(config), name=f"{name}-engine", _local_testing_mode=True)
-    text = serve.run(TextMTP.bind(AppArgs(engine=config)), name=f"{name}-text", _local_testing_mode=True)
-
-    async def go() -> None:
-        here: Any = Here.__new__(Here)
-        await here.__init__(AppArgs(engine=config), {}, engine, text, text)
-        here._graph._ready_until = float("inf")
-        transport = httpx.ASGITransport(here.__serve_build_asgi_app__())
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-            await test(client)
-
-    asyncio.run(go())
-    engine.options(method_name="__del__").remote().result()  # as Serve does; the local mode forgets it
 
 
 def test_an_encoder_embeds_through_http_scores_by_the_cosine_and_generates_no_text(tmp_path):

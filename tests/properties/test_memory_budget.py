@@ -28,7 +28,7 @@ DEMO = EngineConfig()
 
 
 class Books:
-    """Runs an engine. Compares the bytes in use after each step, and each step's peak, with the budget.
+    """Runs an engine, and compares the bytes in use after each step and the peak of each step with the budget.
 
     Attributes:
         peak: Most bytes within a step, without one step's intermediate results, which a late device holds beside those

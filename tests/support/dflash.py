@@ -13,9 +13,9 @@ from mlx_vlm.speculative.drafters.qwen3_dflash import DFlashDraftModel, ModelCon
 from tests.support.zoo import drawn
 
 BLOCK_SIZE, WINDOW = 8, 12
-"""Of the drafters; one of their two layers has the window."""
+"""Longest block and window of the drafters; one of their two layers has the window."""
 LAYERS_READ = [0, 2]
-"""Of the zoo's models, which have three."""
+"""Layers of the target whose outputs the drafters read; the zoo's models have three layers."""
 
 
 def dflash_config(model_dir: Path, **changes: Any) -> dict[str, Any]:

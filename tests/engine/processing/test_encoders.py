@@ -1,4 +1,4 @@
-"""What the files of encoders say: pooling, pairs of texts, and the tokens of their tokenizers."""
+"""Settings in the files of encoders: pooling, pairs of texts, and the tokens that their tokenizers add."""
 
 import json
 

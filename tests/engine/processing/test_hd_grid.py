@@ -40,7 +40,7 @@ def test_images_of_any_shape_have_the_tiles_of_the_library_and_the_tokens_of_the
 
 @pytest.mark.parametrize("size", [(640, 480), (480, 640), (300, 900), (100, 100), (37, 901)])
 def test_pixels_are_those_of_the_published_processor(size: tuple[int, int], tmp_path: Path):
-    """Of the tiles; the square is the tower's."""
+    """Compare the tiles; the tower computes the square from them."""
     family = replace(PHI3_V, processor={**SETTINGS, "num_crops": 4})
     preprocessor = ImagePreprocessor(write_files(tmp_path, family))
     assert preprocessor.grid == replace(GRID, max_tiles=4)

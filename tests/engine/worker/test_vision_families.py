@@ -265,7 +265,7 @@ def test_rows_with_images_leave_no_memory_behind(sighted):
 
 
 def test_states_that_were_computed_with_other_masks_are_of_another_model(tmp_path, monkeypatch):
-    """Of an earlier version on disk, for example."""
+    """Snapshots on disk may come from a version without these masks."""
     config = EngineConfig(model=str(make(tmp_path / "model", SIGHTED["gemma3"])))
     with_own_masks = load_cold(config).fingerprint
     monkeypatch.setattr(loader, "vision_family", lambda config: replace(GEMMA3, both_ways=lambda config: frozenset()))
