@@ -165,7 +165,7 @@ class Graph:
     """replicas: by name. num_lost: losses of replicas so far. calls: that run now. is_warm: the engine's start."""
 
     def __init__(self, args: AppArgs, monkeypatch: pytest.MonkeyPatch, is_warm: bool = False):
-        make_runner = load_runner if is_warm else lambda config, progress: load_cold(config)
+        self._make_runner = load_runner if is_warm else lambda config, progress: load_cold(config)
         self.faults = Faults()
         self.replicas: dict[str, Any] = {}
         self.num_lost = 0
@@ -174,13 +174,16 @@ class Graph:
         info = {"node_id": NODE, "replica_id": "r", "pid": 7}
         for module in (model_replica, prompt_scorer, ingress, planner):
             monkeypatch.setattr(module, "replica_info", lambda: info)
-        monkeypatch.setattr(
-            async_engine, "AsyncEngine", lambda config, sharing: FaultyEngine(config, self.faults, make_runner)
-        )
 
     async def start(self) -> None:
         config, sparse = self._args.engine, self._args.spec_prefill
-        self.replicas["engine"] = await make(ModelReplica, config)
+
+        def faulty(config: EngineConfig, sharing: Any) -> FaultyEngine:
+            return FaultyEngine(config, self.faults, self._make_runner)
+
+        with pytest.MonkeyPatch.context() as patch:  # other tests have engines of their own while this graph serves
+            patch.setattr(async_engine, "AsyncEngine", faulty)
+            self.replicas["engine"] = await make(ModelReplica, config)
         self.replicas["scorer"] = await make(SpecPrefillScorer, sparse, config)
         handles = Handle(self, "engine"), Handle(self, "scorer")
         self.replicas["text"] = await make(TextMTP, self._args, *handles)
