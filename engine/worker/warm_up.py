@@ -1,26 +1,20 @@
 """Warm-up: compiles kernels with a few rows and chunks, and times decode steps and chunks."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.core.row import Row
-from engine.core.runner import (
-    PLAIN,
-    ChunkTime,
-    Drafts,
-    PrefillOutput,
-    PromptChunk,
-    RowOutput,
-    RowSnapshot,
-    StepTime,
-)
+from engine.core.runner import PLAIN, ChunkTime, Drafts, PromptChunk, StepTime
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.drafting import most_draft_tokens
 from engine.worker.snapshot import StateSnapshot
+
+if TYPE_CHECKING:
+    from engine.worker.model_runner import MLXRunner
 
 NUM_TOKENS = 16
 """Tokens of a row's prompt."""
@@ -41,28 +35,8 @@ BURST_TOKENS = (7, 4)
 SAMPLED = SamplingParams(2**20, top_p=0.9, min_p=0.01, top_k=20, presence_penalty=1, repetition_penalty=1.1)
 
 
-class Runner(Protocol):
-    """The part of core.runner.ModelRunner that warm-up uses."""
-
-    max_context_tokens: int
-    drafts: Sequence[Drafts]
-    memory_limit_bytes: int
-
-    @property
-    def active_bytes(self) -> int: ...
-    @property
-    def no_bursts(self) -> str | None: ...
-    def prefill(self, rows: Sequence[Row], max_tokens: int) -> PrefillOutput: ...
-    def prefill_burst(self, chunks: Sequence[PromptChunk]) -> Sequence[PrefillOutput]: ...
-    def snapshot(self, rows: Sequence[Row]) -> StateSnapshot | None: ...
-    def restore(self, rows: Sequence[Row], snapshot: StateSnapshot) -> None: ...
-    def snapshot_row(self, row_id: str) -> RowSnapshot | None: ...
-    def decode(self, drafts: Drafts = PLAIN) -> Mapping[str, RowOutput]: ...
-    def drop(self, row_ids: Sequence[str]) -> None: ...
-
-
 def time_steps(
-    runner: Runner, max_running: int, progress: Callable[[float], None] = lambda share: None
+    runner: "MLXRunner", max_running: int, progress: Callable[[float], None] = lambda share: None
 ) -> tuple[list[StepTime], StateSnapshot | None]:
     """Time decode steps of NUM_ROWS rows with each way to draft.
 
@@ -92,7 +66,7 @@ def time_steps(
     return times, snapshot
 
 
-def run_like_an_answer(runner: Runner, snapshot: StateSnapshot | None) -> None:
+def run_like_an_answer(runner: "MLXRunner", snapshot: StateSnapshot | None) -> None:
     """Compile what the first answers use beside steps and chunks: a cached prefix, sampling, a snapshot at the end.
 
     Args:
@@ -110,7 +84,7 @@ def run_like_an_answer(runner: Runner, snapshot: StateSnapshot | None) -> None:
     runner.drop([row.id])
 
 
-def run_burst(runner: Runner) -> None:
+def run_burst(runner: "MLXRunner") -> None:
     """Compile what the first prompts that arrive together use: two forwards of prompts of unlike lengths."""
     if runner.no_bursts is not None or 2 * max(BURST_TOKENS) >= runner.max_context_tokens:
         return
@@ -118,13 +92,11 @@ def run_burst(runner: Runner) -> None:
         Row(EngineRequest(f"warm-up-burst-{n}", np.zeros(2 * n, np.int32), SamplingParams(1), ())) for n in BURST_TOKENS
     ]
     for _ in range(2):
-        outputs = runner.prefill_burst([PromptChunk(row, n) for row, n in zip(rows, BURST_TOKENS, strict=True)])
-        for row, output in zip(rows, outputs, strict=True):
-            row.num_prefilled += output.num_tokens
+        runner.prefill_burst([PromptChunk(row, n) for row, n in zip(rows, BURST_TOKENS, strict=True)])
     runner.drop([row.id for row in rows])
 
 
-def snapshot_s(runner: Runner) -> float:
+def snapshot_s(runner: "MLXRunner") -> float:
     """Return the seconds of taking a snapshot and restoring it: the same copies twice, whatever their size.
 
     On a GPU they are the launches of some hundred small copies.
@@ -140,7 +112,7 @@ def snapshot_s(runner: Runner) -> float:
     return 2 * min(seconds)
 
 
-def time_chunks(runner: Runner) -> list[ChunkTime]:
+def time_chunks(runner: "MLXRunner") -> list[ChunkTime]:
     """Time first chunks of CHUNK_TOKENS tokens."""
     times: list[ChunkTime] = []
     for num_tokens in CHUNK_TOKENS:
@@ -151,7 +123,7 @@ def time_chunks(runner: Runner) -> list[ChunkTime]:
     return times
 
 
-def _chunk_s(runner: Runner, num_tokens: int) -> float:
+def _chunk_s(runner: "MLXRunner", num_tokens: int) -> float:
     """Return the seconds of the first chunk of a prompt that is one token longer."""
     row = Row(EngineRequest("warm-up-chunk", np.zeros(num_tokens + 1, np.int32), SamplingParams(1), ()))
     began_s = time.perf_counter()
@@ -161,7 +133,7 @@ def _chunk_s(runner: Runner, num_tokens: int) -> float:
     return seconds
 
 
-def _step_s(runner: Runner, drafts: Drafts) -> float:
+def _step_s(runner: "MLXRunner", drafts: Drafts) -> float:
     """Return the seconds of the fastest of a few steps, after two untimed ones that compile kernels."""
     seconds: list[float] = []
     while len(seconds) < 2 + TIMED_STEPS and sum(seconds[2:]) < MAX_TIMED_S:
@@ -171,7 +143,7 @@ def _step_s(runner: Runner, drafts: Drafts) -> float:
     return min(seconds[2:])
 
 
-def _has_room_for(runner: Runner, num_rows: int, snapshot: StateSnapshot | None) -> bool:
+def _has_room_for(runner: "MLXRunner", num_rows: int, snapshot: StateSnapshot | None) -> bool:
     """Return whether `num_rows` short rows take little of the free memory; verification keeps a state per position."""
     if snapshot is None:
         return False
