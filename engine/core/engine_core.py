@@ -219,7 +219,7 @@ class EngineCore:
         if not any(one.has_state for one in preempted):
             return
         self._decoded_s = None  # the following work must not count as decode time
-        decoding = [one.rows[0] for one in preempted if one.num_prefilled is None]
+        decoding = [one.rows[0] for one in preempted if one.was_decoding]
         if decoding:
             try:
                 outputs = self.runner.pending([row.id for row in decoding])
@@ -231,9 +231,9 @@ class EngineCore:
             self._publish(self.scheduler.update_preempted(outputs, decoding))
             self._release(self.scheduler.take_released())  # some may have completed their answers
         for one in preempted:
-            if one.num_prefilled:
-                self.prefixes.take_prompt(one.prompt, one.num_prefilled)
-            elif one.num_prefilled is None and one.rows[0].state is not RowState.FINISHED:
+            if not one.was_decoding:
+                self.prefixes.take_prompt(one.prompt)
+            elif one.rows[0].state is not RowState.FINISHED:
                 self.prefixes.take_row(one.rows[0])
 
     def _drop(self, rows: Sequence[Row], prompts: Iterable[Prompt]) -> None:
@@ -352,7 +352,8 @@ class EngineCore:
         Returns:
             Whether there were any.
         """
-        num_tokens, start = max(chunk.num_tokens for chunk in chunks), max(chunk.row.num_prefilled for chunk in chunks)
+        num_tokens = max(chunk.num_tokens for chunk in chunks)
+        start = max(chunk.prompt.num_prefilled for chunk in chunks)
         name = f"a chunk of {num_tokens} tokens" if len(chunks) == 1 else f"{len(chunks)} chunks of {num_tokens} tokens"
         predicted_s = self.costs.chunk_s(num_tokens, start, len(chunks))
         shape = "prefill", len(chunks), num_tokens.bit_length()
@@ -361,7 +362,7 @@ class EngineCore:
         if not (outputs := self._forward(chunks)):
             return False
         device_s = self._device_s(chunk_began_s, in_flight_s)
-        prompts = [chunk.row.prompt for chunk in chunks]
+        prompts = [chunk.prompt for chunk in chunks]
         self.scheduler.prefills.note(chunks, self._clock() - began_s)
         published = Published()
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -391,12 +392,12 @@ class EngineCore:
         try:
             return self.runner.prefill_burst(chunks)
         except Exception as error:
-            self._burst_failed([chunk.row.prompt for chunk in chunks], error)
+            self._burst_failed([chunk.prompt for chunk in chunks], error)
             return ()
 
     def _burst(self, first: PromptChunk) -> Sequence[PromptChunk]:
         """Begin other short prompts, and choose the chunks to compute in one forward with the first."""
-        prompt = first.row.prompt
+        prompt = first.prompt
         if first.num_tokens < self.prefixes.clip(prompt, prompt.num_left):
             return [first]
         others = [
@@ -429,7 +430,7 @@ class EngineCore:
             self._publish(self.scheduler.fail_prefill(prompt, str(error)))
             return
         failed = "prefill of %s failed after %d tokens"
-        log.error(failed, row.id, row.num_prefilled, exc_info=error, extra=named(rows))
+        log.error(failed, row.id, prompt.num_prefilled, exc_info=error, extra=named(rows))
         works = self._device_works(rows)
         self.stats.failed_steps_in_a_row += not works
         message, retry_after_s = f"prefill failed: {type(error).__name__}", None if works else retry_after.STEP_FAILED_S

@@ -133,7 +133,7 @@ class Preemption:
 
 def recompute_s(row: Row, costs: CostModel) -> float:
     """Predict the seconds of recomputing what was computed of a row after its cached prefix, without a new snapshot."""
-    end = row.num_prefilled if row.state is RowState.PREFILL else row.num_tokens
+    end = row.prompt.num_prefilled if row.state is RowState.PREFILL else row.num_tokens
     return costs.prompt_s(min(row.num_cached, end), end)
 
 

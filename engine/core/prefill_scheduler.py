@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from engine.core.burst import Span, burst_s, may_burst, num_together
 from engine.core.prefill_order import PrefillOrder, StepBudget
 from engine.core.prompt import Prompt
 from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts, ImageLeft, PromptChunk
 from engine.core.scheduler_context import SchedulerContext
-from engine.core.whole_images import undivided
 
 MIN_IDLE_STEP_S, MAX_IDLE_STEP_S = 0.25, 1.5
 """Bounds in seconds of a step's prefill time while no row decodes: new requests and aborts wait for the end of the
@@ -142,23 +143,23 @@ class PrefillScheduler:
 
         Memory for the chunk's intermediate results stays reserved until the next call.
         """
-        row, step, left = prompt.row, self.step, prompt.num_left
+        step, left = self.step, prompt.num_left
         wanted = min(step.num_tokens, left)
-        if (in_time := self._tokens_in_time(row.num_prefilled)) < wanted:
+        if (in_time := self._tokens_in_time(prompt.num_prefilled)) < wanted:
             wanted = _rounded_down(in_time)
         if wanted < left and step.has_started:  # the next step could compute these tokens in a larger chunk
-            min_s = MIN_FIXED_PARTS * self._costs.chunk_s(1, row.num_prefilled)
-            is_short = wanted < MIN_PREFILL_TOKENS or self._costs.chunk_s(wanted, row.num_prefilled) < min_s
+            min_s = MIN_FIXED_PARTS * self._costs.chunk_s(1, prompt.num_prefilled)
+            is_short = wanted < MIN_PREFILL_TOKENS or self._costs.chunk_s(wanted, prompt.num_prefilled) < min_s
             if is_short or self._is_encoder:
                 step.close()
                 return 0
         self._budget.end_chunk()
-        wanted = self._undivided(row, max(wanted, 1))
-        num_tokens = self._budget.reserve_chunk(row, wanted)
+        wanted = self._undivided(prompt, max(wanted, 1))
+        num_tokens = self._budget.reserve_chunk(prompt, wanted)
         if num_tokens < wanted:
-            num_tokens = self._enlarged_chunk(row, num_tokens, wanted)
-        if (whole := self._undivided(row, num_tokens)) > num_tokens:  # memory for it is reserved (least_chunk)
-            self._budget.reserve_chunk(row, whole, least=whole)
+            num_tokens = self._enlarged_chunk(prompt, num_tokens, wanted)
+        if (whole := self._undivided(prompt, num_tokens)) > num_tokens:  # memory for it is reserved (least_chunk)
+            self._budget.reserve_chunk(prompt, whole, least=whole)
         return whole
 
     def image_blocks(self, image: ImageLeft) -> int:
@@ -179,11 +180,11 @@ class PrefillScheduler:
         """
         self.total_s += seconds
         for chunk in chunks:
-            for row in chunk.row.prompt.rows:
+            for row in chunk.prompt.rows:
                 row.record.computed(chunk.num_tokens, seconds / len(chunks))
 
     def record(self, chunks: Sequence[PromptChunk], seconds: float, device_s: float) -> None:
-        """Account for chunks that one forward has computed; each ended at its row's num_prefilled.
+        """Account for chunks that one forward has computed; each ended at its prompt's num_prefilled.
 
         Args:
             chunks: The chunks.
@@ -191,10 +192,10 @@ class PrefillScheduler:
             device_s: The same without earlier work that the device had to finish first.
         """
         longest = max(chunk.num_tokens for chunk in chunks)
-        start = max(chunk.row.num_prefilled - chunk.num_tokens for chunk in chunks)
+        start = max(chunk.prompt.num_prefilled - chunk.num_tokens for chunk in chunks)
         self.step.use(sum(chunk.num_tokens for chunk in chunks), seconds)
         self._costs.record_chunk(longest, start, device_s, len(chunks))
-        computed = [chunk.row.prompt for chunk in chunks]
+        computed = [chunk.prompt for chunk in chunks]
         for prompt in self.in_progress:
             if prompt in computed:
                 self._order.record(prompt, seconds / len(chunks))
@@ -209,13 +210,13 @@ class PrefillScheduler:
         self._order.record(prompt, seconds)
         self._costs.record_image(image.num_patches, num_blocks / image.depth, device_s)
 
-    def _undivided(self, row: Row, num_tokens: int) -> int:
+    def _undivided(self, prompt: Prompt, num_tokens: int) -> int:
         """Return the size of a chunk that divides no prompt of an encoder, and no image where the model forbids it."""
         if self._is_encoder:
-            return row.num_tokens - row.num_prefilled
-        if self._whole_image_token is None or not row.spec.images:
+            return prompt.num_left
+        if self._whole_image_token is None or not prompt.row.spec.images:
             return num_tokens
-        return undivided(row, num_tokens, self._whole_image_token)
+        return undivided(prompt, num_tokens, self._whole_image_token)
 
     def _ready(self) -> list[Prompt]:
         """Return the most urgent prompts that may advance now, in the order of their admission."""
@@ -234,13 +235,13 @@ class PrefillScheduler:
         longest_s = TIMEOUT_PART * self._config.step_timeout_s
         return max(num_tokens, min(MIN_PREFILL_TOKENS, self._costs.max_tokens(longest_s, start)))
 
-    def _enlarged_chunk(self, row: Row, num_tokens: int, wanted: int) -> int:
+    def _enlarged_chunk(self, prompt: Prompt, num_tokens: int, wanted: int) -> int:
         """Return the size of this prompt's chunk, after evicting snapshots for a larger one if that saves time."""
-        missing = self._budget.chunk_shortfall_bytes(row, wanted)
-        start, end = row.num_prefilled, row.num_tokens
+        missing = self._budget.chunk_shortfall_bytes(prompt, wanted)
+        start, end = prompt.num_prefilled, prompt.end
         saved_s = self._costs.prompt_s(start, end, num_tokens) - self._costs.prompt_s(start, end, wanted)
         if missing and self._evictable.price(missing) < saved_s and self._evictable.evict(missing):
-            return self._budget.reserve_chunk(row, wanted)
+            return self._budget.reserve_chunk(prompt, wanted)
         return num_tokens
 
     # Several prompts in one forward
@@ -250,7 +251,7 @@ class PrefillScheduler:
 
         Their number is a prediction: until they begin, their cached prefixes may be evicted.
         """
-        chosen = first.row.prompt
+        chosen = first.prompt
         if not self._may_burst(chosen):
             return []
         others = [one for one in self._ready() if one is not chosen and self._may_burst(one)]
@@ -277,9 +278,9 @@ class PrefillScheduler:
     def compute_alone(self, prompts: Sequence[Prompt]) -> None:
         """Begin these prompts anew, each in forwards of its own, after their shared forward has failed."""
         for prompt in prompts:
-            prompt.is_alone = True
             for row in prompt.rows:
-                row.num_charged, row.num_prefilled = max(row.num_charged, row.num_prefilled), 0
+                row.num_charged = max(row.num_charged, prompt.num_prefilled)
+            prompt.is_alone, prompt.num_prefilled = True, 0
 
     def _may_burst(self, prompt: Prompt) -> bool:
         """Return whether the prompt may share a forward now: it must not wait for another prompt's prefix."""
@@ -304,9 +305,33 @@ def _rounded_down(num_tokens: int) -> int:
     return num_tokens >> shift << shift
 
 
+def undivided(prompt: Prompt, num_tokens: int, image_token_id: int) -> int:
+    """Return the size of a prompt's next chunk that divides no run of image tokens, which see each other.
+
+    Args:
+        prompt: The prompt.
+        num_tokens: Wanted size.
+        image_token_id: See ModelRunner.
+
+    Returns:
+        `num_tokens` if they end outside of a run; else the tokens before that run; if there are none, the whole run.
+    """
+    spec, start = prompt.row.spec, prompt.num_prefilled
+    ids = spec.token_ids if spec.sparse is None else spec.token_ids[spec.sparse.positions]
+    end = start + num_tokens
+    if end >= len(ids) or not (ids[end - 1] == ids[end] == image_token_id):
+        return num_tokens
+    others = np.flatnonzero(ids != image_token_id)
+    behind = int(np.searchsorted(others, end))
+    begin = int(others[behind - 1]) + 1 if behind else 0
+    if begin > start:
+        return begin - start
+    return (int(others[behind]) if behind < len(others) else len(ids)) - start
+
+
 def _span(chunk: PromptChunk) -> Span:
-    prompt = chunk.row.prompt
-    return Span(chunk.num_tokens, prompt.row.num_prefilled, prompt.num_left - chunk.num_tokens)
+    prompt = chunk.prompt
+    return Span(chunk.num_tokens, prompt.num_prefilled, prompt.num_left - chunk.num_tokens)
 
 
 def _expected_span(prompt: Prompt, num_left: int) -> Span:

@@ -38,6 +38,8 @@ class Prompt:
     reconsider_eviction_s: float = 0.0
     """Waiting time in seconds after which evicting snapshots for it is considered again."""
 
+    num_prefilled: int = 0
+    """Computed tokens that are in its cache, those from the prefix cache included; the same for each row."""
     num_expected: int = 0
     """Tokens that the prefix cache would have served at the last lookup before the prompt has begun."""
     session: PrefixCacheSession | None = None
@@ -71,12 +73,12 @@ class Prompt:
 
     @property
     def has_started(self) -> bool:
-        return self.row.num_prefilled > 0
+        return self.num_prefilled > 0
 
     @property
     def start(self) -> int:
         """Tokens that are in its cache, or that the prefix cache is expected to provide."""
-        return self.row.num_prefilled or min(self.num_expected, self.end - 1)
+        return self.num_prefilled or min(self.num_expected, self.end - 1)
 
     @property
     def end(self) -> int:
@@ -86,7 +88,7 @@ class Prompt:
     @property
     def num_left(self) -> int:
         """Tokens that are not computed yet, those that the prefix cache is expected to provide included."""
-        return self.row.num_tokens - self.row.num_prefilled
+        return self.row.num_tokens - self.num_prefilled
 
     @property
     def patch_counts(self) -> list[int]:

@@ -61,8 +61,6 @@ class Row:
     prompt: "Prompt" = field(init=False, repr=False)
     """The prompt that it has computed, alone or with other rows, since it was queued last; unset before."""
     state: RowState = RowState.WAITING
-    num_prefilled: int = 0
-    """Computed tokens of the prompt that are in the row's cache."""
     num_charged: int = 0
     """Tokens of prompt_token_ids that the client has been charged for; a preempted row is not charged twice."""
     num_cached: int = 0

@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.core.memory.costs import MemoryCosts
 from engine.core.prefix_cache.node import KVSegment, Snapshot
+from engine.core.prompt import Prompt
 from engine.core.row import Row
 from engine.protocol import TokenLogprobs
 
@@ -108,6 +109,10 @@ class PromptChunk:
     or logprobs of the prompt, and pooling only if the runner is an encoder (`core.burst.may_burst`)."""
     num_tokens: int
     """At least 1, and at most the remaining tokens of the prompt."""
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.row.prompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -153,17 +153,17 @@ class Scheduler:
         if isinstance(victim, Prompt):
             rows, arrived_s = list(victim.rows), victim.arrived_s
             victim.row.num_restarts += victim.has_started and not victim.row.num_cached
-            released = PreemptedRows(rows, victim, victim.row.num_prefilled)
+            released = PreemptedRows(rows, victim, was_decoding=False)
             self.prefills.in_progress.remove(victim)
         else:
-            rows, arrived_s, released = [victim], None, PreemptedRows([victim], victim.prompt, None)
+            rows, arrived_s, released = [victim], None, PreemptedRows([victim], victim.prompt, was_decoding=True)
             del self._running[victim.id]
         self._released.preempted.append(released)
         for row in rows:
             row.record.queued(now, load, reason)
-            num_computed = row.num_tokens if released.num_prefilled is None else row.num_prefilled
+            num_computed = row.num_tokens if released.was_decoding else row.prompt.num_prefilled
             row.num_charged = max(row.num_charged, num_computed)
-            row.state, row.num_prefilled = RowState.WAITING, 0
+            row.state = RowState.WAITING
             self.budget.release(row.id)
         self.queue.requeue(rows, None if rows[0].output_token_ids else arrived_s)
         return rows
@@ -218,10 +218,9 @@ class Scheduler:
 
     def update_prefill(self, prompt: Prompt, output: PrefillOutput) -> Published:
         """Account for a chunk of a prompt; after its last chunk its rows join the decode batch."""
-        for row in prompt.rows:
-            row.num_prefilled += output.num_tokens
+        prompt.num_prefilled += output.num_tokens
         self._stats.num_prompt_tokens += output.num_tokens
-        own = min(prompt.row.num_prefilled, prompt.row.num_input_tokens)  # generated tokens are charged as output
+        own = min(prompt.num_prefilled, prompt.row.num_input_tokens)  # generated tokens are charged as output
         num_new = min(output.num_tokens, max(0, own - prompt.row.num_charged))
         self._shares.charge(prompt.client, num_prompt_tokens=num_new)
         if output.first is None:

@@ -21,13 +21,13 @@ class PreemptedRows:
     rows: Sequence[Row]
     prompt: Prompt
     """Their prompt until now."""
-    num_prefilled: int | None
-    """Computed tokens of the prompt; None for a decoding row, which a step in flight may still give tokens."""
+    was_decoding: bool
+    """Whether the prompt was computed: a step in flight may still give the row tokens."""
 
     @property
     def has_state(self) -> bool:
         """Whether the runner has computed any of it."""
-        return self.num_prefilled != 0
+        return self.was_decoding or self.prompt.has_started
 
 
 @dataclass(slots=True)

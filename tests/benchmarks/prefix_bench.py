@@ -139,8 +139,9 @@ def snapshot_costs(shape: str, tokens: list[int], rounds: int) -> None:
 
 
 def _prefill(runner: MLXRunner, row: Row, length: int) -> None:
-    while row.num_prefilled < length:
-        row.num_prefilled += runner.prefill([row], min(2048, length - row.num_prefilled)).num_tokens
+    num_prefilled = 0
+    while num_prefilled < length:
+        num_prefilled += runner.prefill([row], min(2048, length - num_prefilled)).num_tokens
 
 
 def _ms(work: Any) -> float:

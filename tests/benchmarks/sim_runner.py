@@ -287,7 +287,7 @@ class ClockRunner:
     def prefill(self, rows: Sequence[Row], max_tokens: int) -> PrefillOutput:
         row = rows[0]
         prompt = self._prompts.get(row.id) or self._begin(row)
-        assert prompt.done == row.num_prefilled
+        assert prompt.done == row.prompt.num_prefilled
         num_tokens = min(max_tokens, row.num_tokens - prompt.done)
         self._compute(row, prompt, num_tokens, self.machine.chunk_seconds(prompt.done, num_tokens))
         return self._taken_in(rows, prompt, num_tokens)
@@ -312,7 +312,7 @@ class ClockRunner:
         longest, start = max(chunk.num_tokens for chunk in chunks), max(prompt.done for prompt in prompts)
         each_s = self.machine.chunk_seconds(start, longest, len(chunks)) / len(chunks)
         for chunk, prompt in zip(chunks, prompts, strict=True):
-            assert prompt.done == chunk.row.num_prefilled
+            assert prompt.done == chunk.prompt.num_prefilled
             self._compute(chunk.row, prompt, chunk.num_tokens, each_s)
         taken = zip(chunks, prompts, strict=True)
         return [self._taken_in([chunk.row], prompt, chunk.num_tokens) for chunk, prompt in taken]

@@ -57,7 +57,7 @@ class PacedRunner(NoSnapshots):
     def prefill(self, rows: Sequence[Row], max_tokens: int) -> PrefillOutput:
         for row in rows:
             self._rows[row.id] = self.emissions[row.sampling.seed] = [time.monotonic()]
-        num_tokens = rows[0].num_tokens - rows[0].num_prefilled
+        num_tokens = rows[0].prompt.num_left
         return PrefillOutput(num_tokens, {row.id: self._output for row in rows})
 
     def reset(self) -> None:

@@ -186,7 +186,7 @@ class FakeRunner:
     def _advance(self, rows: Sequence[Row], max_tokens: int) -> PrefillOutput:
         first = rows[0]
         prompt, done = _computed(first), self.prompts.get(first.id, 0)
-        assert done == first.num_prefilled and not any(row.id in self.rows for row in rows)
+        assert done == first.prompt.num_prefilled and not any(row.id in self.rows for row in rows)
         num_tokens = min(max_tokens, len(prompt) - done)
         self.prompts[first.id] = done + num_tokens
         if done + num_tokens < len(prompt):

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from engine.config import GrammarConfig
+from engine.core.prompt import Prompt
 from engine.core.row import Matcher, Row
 from engine.core.runner import NO_TOKEN, Drafts, ModelRunner, RowOutput
 from engine.processing.grammar import GrammarCompiler
@@ -147,7 +148,7 @@ class Execution:
             if step == self.step:
                 rows = self._requests[index] = self._rows_of(specimen, str(index))
                 self.endings |= {row.id: Ending(row.output_token_ids) for row in rows}
-                self._waiting.append(list(rows))
+                self._waiting.append(Prompt(list(rows), arrived_s=0.0, rank=0.0).rows)
         for step, index in self._schedule.aborts:
             if step == self.step:
                 for row in self._requests.get(index, ()):
@@ -160,10 +161,9 @@ class Execution:
         del self._running[row.id]
         self._silent.discard(row.id)
         self._drop.append(row.id)
-        row.num_prefilled = 0
         self.endings[row.id].num_resumed += 1
         self.figures["preempted"] += 1
-        self._waiting.insert(0, [row])
+        self._waiting.insert(0, Prompt([row], arrived_s=0.0, rank=0.0).rows)
 
     def _decode(self, num_drafts: int) -> None:
         drafts = self._drafts(num_drafts)
@@ -209,9 +209,9 @@ class Execution:
             for row in list(group):
                 self._end(row, "lost")
             return
-        for row in group:
-            row.num_prefilled += output.num_tokens
-        assert (output.first is not None) == (group[0].num_prefilled == group[0].num_tokens)
+        prompt = group[0].prompt
+        prompt.num_prefilled += output.num_tokens
+        assert (output.first is not None) == (not prompt.num_left)
         if output.first is None:
             return
         self._waiting.remove(group)

@@ -23,6 +23,7 @@ from engine.core.memory.needs import (
     largest,
     step_bytes,
 )
+from engine.core.prompt import Prompt
 from engine.core.row import Row
 from engine.core.runner import ModelRunner
 from engine.errors import EngineFailed
@@ -199,20 +200,20 @@ class MemoryBudget:
         for one in self.prefills:
             one.step_bytes = one.min_step_bytes
 
-    def reserve_chunk(self, row: Row, wanted: int, least: int = MIN_CHUNK_TOKENS) -> int:
-        """Return how many of `wanted` tokens the row's next prefill chunk may have, at least `least`.
+    def reserve_chunk(self, prompt: Prompt, wanted: int, least: int = MIN_CHUNK_TOKENS) -> int:
+        """Return how many of `wanted` tokens the prompt's next chunk may have, at least `least`.
 
         The chunk's intermediate results must fit into free memory and stay reserved until `end_chunk`.
         """
-        costs, start, room = self.costs, row.num_prefilled, self._chunk_bytes
+        costs, start, room = self.costs, prompt.num_prefilled, self._chunk_bytes
         num_tokens = largest(min(wanted, least), wanted, lambda n: costs.chunk(n, start + n) <= room)
-        reservation = self._reservation_of(row)
+        reservation = self._reservation_of(prompt.row)
         reservation.step_bytes = max(reservation.step_bytes, costs.chunk(num_tokens, start + num_tokens))
         return num_tokens
 
-    def chunk_shortfall_bytes(self, row: Row, wanted: int) -> int:
+    def chunk_shortfall_bytes(self, prompt: Prompt, wanted: int) -> int:
         """Return how many bytes to free for a chunk of `wanted` tokens, or for the largest chunk that is allowed."""
-        wanted_bytes = self.costs.chunk(wanted, row.num_prefilled + wanted)
+        wanted_bytes = self.costs.chunk(wanted, prompt.num_prefilled + wanted)
         return max(0, min(wanted_bytes, int(self.needs.step_limit_bytes)) - int(self._chunk_bytes))
 
     def reserve_burst(self, rows: Sequence[Row], num_tokens: int, end: int) -> int:

@@ -200,7 +200,7 @@ class PrefixCache:
             self._loans.give_up(row.id)
         else:
             self._answers.used(session.base.kind)
-        num_cached, miss = row.num_prefilled, None
+        num_cached, miss = prompt.num_prefilled, None
         if not row.num_generated:  # a preempted row was recorded before
             miss = self._record(prompt.rows, session.key, num_cached)
         saved_s = self._prompt_s(0, num_cached) if num_cached else 0.0
@@ -217,17 +217,17 @@ class PrefixCache:
         if prompt.session is None:
             return max_tokens
         ends = [b.num_tokens for b in prompt.session.todo if b.kind == "system" or not self._runner.snapshots_prefixes]
-        return min([max_tokens, *(end - prompt.row.num_prefilled for end in ends)])
+        return min([max_tokens, *(end - prompt.num_prefilled for end in ends)])
 
     def take_at_boundaries(self, prompt: Prompt) -> None:
         """Take the snapshots at the boundaries that the last chunk of a prompt has reached or passed."""
         if prompt.session is not None:
             self._taker.take_at_boundaries(prompt.session)
 
-    def take_prompt(self, prompt: Prompt, num_tokens: int) -> None:
-        """Take the state of a preempted prompt after its first `num_tokens` tokens."""
-        if prompt.session is not None:
-            self._taker.take_prompt(prompt.session, num_tokens)
+    def take_prompt(self, prompt: Prompt) -> None:
+        """Take the state of a preempted prompt after the tokens that it has computed."""
+        if prompt.session is not None and prompt.has_started:
+            self._taker.take_prompt(prompt.session)
 
     def end(self, prompt: Prompt, failed: bool = False) -> None:
         """End a prompt's use of the cache, if it has not ended. failed: discard the snapshots that it has stored."""

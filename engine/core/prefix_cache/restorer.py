@@ -182,8 +182,7 @@ class PrefixRestorer:
         self._store.use(node)
         session.base = node
         self._memory.fit()  # segments read for this row only may not fit into the cache
-        for row in rows:
-            row.num_prefilled = node.num_tokens
+        session.prompt.num_prefilled = node.num_tokens
         if self._disk is not None:
             self._disk.touch(node)
         return True

@@ -55,11 +55,12 @@ class SnapshotTaker:
 
     def take_at_boundaries(self, session: PrefixCacheSession) -> None:
         """Take the snapshots at the boundaries that the last chunk of a prompt has reached or passed."""
-        while session.todo and session.todo[0].num_tokens <= session.prompt.row.num_prefilled:
+        while session.todo and session.todo[0].num_tokens <= session.prompt.num_prefilled:
             self._take_or_log(session, session.todo.pop(0))
 
-    def take_prompt(self, session: PrefixCacheSession, num_tokens: int) -> None:
-        """Take the state of a preempted prompt after its first `num_tokens` tokens."""
+    def take_prompt(self, session: PrefixCacheSession) -> None:
+        """Take the state of a preempted prompt after the tokens that it has computed."""
+        num_tokens = session.prompt.num_prefilled
         if not session.has_restored or session.prompt.row.spec.sparse is not None:
             return
         if num_tokens - session.base_tokens >= self._min_tokens and session.key.can_split_at(num_tokens):

@@ -155,7 +155,7 @@ def test_a_growing_row_gets_memory_by_shrinking_the_next_chunk():
     scheduler.add([new])
     assert list(step_of(scheduler).prefill) == [new]
     scheduler.update_prefill(new.prompt, PrefillOutput(16))
-    budget.reserve_chunk(new, 120)  # as while nothing decoded
+    budget.reserve_chunk(new.prompt, 120)  # as while nothing decoded
     while not budget.needs_more_slots(row):
         scheduler.update_decode({row.id: RowOutput((7,))})
     for _ in range(OBSERVATIONS):

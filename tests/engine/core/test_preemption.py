@@ -57,7 +57,7 @@ def test_an_urgent_request_preempts_a_less_urgent_prompt_in_progress():
     scheduler.add(urgent)
     work = step_of(scheduler)
     assert sorted(work.drop) == ["wide/0", "wide/1"] and list(work.prefill) == urgent
-    assert [row.state for row in wide] == [RowState.WAITING] * 2 and wide[0].num_prefilled == 0
+    assert [row.state for row in wide] == [RowState.WAITING] * 2 and wide[0].prompt.num_prefilled == 0
     assert scheduler._stats.num_preempted == 2
     assert [waiting.request_id for waiting in scheduler.queue.status(scheduler.budget.needs)] == ["wide", "equal"]
 
@@ -150,7 +150,7 @@ def test_a_preempted_row_waits_at_the_head_of_its_priority():
         scheduler.add(rows_of(spec(name, priority=priority)))
     clock.advance(1)
     scheduler.preempt(row, "growth")
-    assert row.state is RowState.WAITING and row.num_prefilled == 0
+    assert row.state is RowState.WAITING and row.prompt.num_prefilled == 0
     order = [waiting.request_id for waiting in scheduler.queue.status(scheduler.budget.needs)]
     assert order == ["better", "a", "older equal"]
 

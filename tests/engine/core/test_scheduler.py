@@ -47,7 +47,7 @@ def test_a_short_prompt_passes_a_long_one_in_progress(scheduler):
     scheduler.add(short)
     assert list(step_of(scheduler).prefill) == short
     finish_prefill(scheduler, short)
-    assert list(step_of(scheduler).prefill) == long and long[0].num_prefilled == 64
+    assert list(step_of(scheduler).prefill) == long and long[0].prompt.num_prefilled == 64
 
 
 def test_a_long_prompt_waits_in_the_queue_while_another_one_is_in_progress(scheduler):
@@ -70,7 +70,7 @@ def test_the_oldest_prompt_in_progress_keeps_a_third_of_the_time():
             scheduler.add(rows_of(spec(f"other {i}", 2000)))
         rows = list(step_of(scheduler).prefill)
         num_chunks[rows[0].spec.request_id.split()[0]] += 1
-        if rows[0].num_tokens - rows[0].num_prefilled <= 100:
+        if rows[0].prompt.num_left <= 100:
             finish_prefill(scheduler, rows)
             scheduler.abort(rows[0].spec.request_id)
         else:
@@ -154,9 +154,8 @@ def test_rows_and_their_drafts_are_subtracted_from_the_tokens_of_a_chunk():
 
 def measure(scheduler: Scheduler, seconds: float, num_tokens: int = 100) -> None:
     """A chunk of a row that is not the scheduler's."""
-    [row] = Prompt(rows_of(spec("measured", num_tokens)), arrived_s=0.0, rank=0.0).rows
-    row.num_prefilled = num_tokens
-    scheduler.prefills.record([PromptChunk(row, num_tokens)], 0.0, seconds)
+    prompt = Prompt(rows_of(spec("measured", num_tokens)), arrived_s=0.0, rank=0.0, num_prefilled=num_tokens)
+    scheduler.prefills.record([PromptChunk(prompt.row, num_tokens)], 0.0, seconds)
 
 
 def test_a_chunk_is_predicted_to_take_no_longer_than_the_maximum_stall():

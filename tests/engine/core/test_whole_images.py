@@ -10,9 +10,10 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.needs import MIN_CHUNK_TOKENS, MemoryNeeds
+from engine.core.prefill_scheduler import undivided
+from engine.core.prompt import Prompt
 from engine.core.row import Row
 from engine.core.runner import PrefillOutput
-from engine.core.whole_images import undivided
 from engine.protocol import EngineRequest, ImagePatches, SamplingParams, SparsePlan
 from tests.support.driver import Driver
 from tests.support.fake_runner import FakeRunner
@@ -34,6 +35,10 @@ def request(runs: dict[int, int], num_tokens: int = 400, **more: Any) -> EngineR
     return EngineRequest("one", ids, SamplingParams(8), (), images, **more)
 
 
+def prompt_of(request: EngineRequest) -> Prompt:
+    return Prompt([Row(request)], arrived_s=0.0, rank=0.0)
+
+
 @pytest.mark.parametrize(
     ("start", "num_tokens", "expected"),
     [
@@ -52,23 +57,23 @@ def request(runs: dict[int, int], num_tokens: int = 400, **more: Any) -> EngineR
     ],
 )
 def test_a_chunk_ends_before_an_image_or_takes_all_of_it(start: int, num_tokens: int, expected: int):
-    row = Row(request({10: 100, 120: 80}))
-    row.num_prefilled = start
-    assert undivided(row, num_tokens, IMAGE) == expected
+    prompt = prompt_of(request({10: 100, 120: 80}))
+    prompt.num_prefilled = start
+    assert undivided(prompt, num_tokens, IMAGE) == expected
 
 
 def test_images_at_both_ends_of_a_prompt():
-    row = Row(request({0: 30, 370: 30}))
-    assert undivided(row, 7, IMAGE) == 30
-    row.num_prefilled = 370
-    assert undivided(row, 7, IMAGE) == 30
+    prompt = prompt_of(request({0: 30, 370: 30}))
+    assert undivided(prompt, 7, IMAGE) == 30
+    prompt.num_prefilled = 370
+    assert undivided(prompt, 7, IMAGE) == 30
 
 
 def test_places_of_a_sparse_prompt_are_those_of_its_plan():
     positions = np.concatenate([np.arange(10, 110), np.arange(200, 400)]).astype(np.int32)
-    row = Row(request({10: 100}, sparse=SparsePlan(positions, 0, "")))
-    assert undivided(row, 40, IMAGE) == 100
-    assert undivided(row, 120, IMAGE) == 120
+    prompt = prompt_of(request({10: 100}, sparse=SparsePlan(positions, 0, "")))
+    assert undivided(prompt, 40, IMAGE) == 100
+    assert undivided(prompt, 120, IMAGE) == 120
 
 
 class WholeRunner(FakeRunner):

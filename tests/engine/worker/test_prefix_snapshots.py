@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
+from engine.core.prompt import Prompt
 from engine.core.row import Row
 from engine.core.runner import PromptChunk
 from engine.protocol import Boundary, EngineRequest, SamplingParams
@@ -35,12 +36,12 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def row_of(name: str, seed: int) -> Row:
     ids = np.random.default_rng(seed).integers(20, 90, NUM_PROMPT).astype(np.int32)
-    return Row(EngineRequest(name, ids, SamplingParams(8, seed=seed), ()))
+    return Prompt([Row(EngineRequest(name, ids, SamplingParams(8, seed=seed), ()))], arrived_s=0.0, rank=0.0).row
 
 
 def prefill(runner: MLXRunner, row: Row, num_tokens: int) -> None:
     output = runner.prefill([row], num_tokens)
-    row.num_prefilled += output.num_tokens
+    row.prompt.num_prefilled += output.num_tokens
     if output.first is not None:
         row.append(output.first[row.id].token_ids[0])
 
@@ -53,7 +54,7 @@ def contents(taken: list[StateSnapshot]) -> list[np.ndarray]:
 def taken_at_chunk_ends(runner: MLXRunner, row: Row) -> list[StateSnapshot]:
     taken: list[StateSnapshot] = []
     for end in ENDS:
-        prefill(runner, row, end - row.num_prefilled)
+        prefill(runner, row, end - row.prompt.num_prefilled)
         snapshot = runner.snapshot([row], taken[-1].segment if taken else None)
         assert snapshot is not None
         taken.append(snapshot)

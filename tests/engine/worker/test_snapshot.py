@@ -35,9 +35,9 @@ def half(tiny_model) -> MLXRunner:
 
 def taken(runner: MLXRunner, request: EngineRequest, *lengths: int) -> list[StateSnapshot]:
     """At each of these lengths, one behind the other."""
-    row, snapshots = Row(replace(request, request_id="taken")), []
+    row, num_prefilled, snapshots = Row(replace(request, request_id="taken")), 0, []
     for length in lengths:
-        row.num_prefilled += runner.prefill([row], length - row.num_prefilled).num_tokens
+        num_prefilled += runner.prefill([row], length - num_prefilled).num_tokens
         snapshot = runner.snapshot([row], snapshots[-1].segment if snapshots else None)
         assert snapshot is not None
         snapshots.append(snapshot)
@@ -60,10 +60,9 @@ def answer(drive: Any, runner: MLXRunner, request: EngineRequest, snapshot: Stat
     prefill = runner.prefill
 
     def restoring(rows: Any, max_tokens: int) -> Any:
-        if rows[0].num_prefilled == 0:
+        if rows[0].prompt.num_prefilled == 0:
             runner.restore(rows, snapshot)
-            for row in rows:
-                row.num_prefilled = snapshot.num_tokens
+            rows[0].prompt.num_prefilled = snapshot.num_tokens
         return prefill(rows, max_tokens)
 
     runner.prefill = restoring  # type: ignore[method-assign]

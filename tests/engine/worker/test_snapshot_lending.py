@@ -9,6 +9,7 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
+from engine.core.prompt import Prompt
 from engine.core.row import Row
 from engine.core.runner import Drafts
 from engine.protocol import EngineRequest, SamplingParams
@@ -27,14 +28,14 @@ NUM_FIRST, NUM_SECOND, NUM_PROMPT = 100, 230, 300
 
 def row_of(name: str, seed: int, num_prompt: int = NUM_PROMPT) -> Row:
     ids = np.random.default_rng(seed).integers(20, 500, num_prompt).astype(np.int32)
-    return Row(EngineRequest(name, ids, SamplingParams(400, 0.8, seed=seed), ()))
+    return Prompt([Row(EngineRequest(name, ids, SamplingParams(400, 0.8, seed=seed), ()))], arrived_s=0.0, rank=0.0).row
 
 
 def prefill(runner: MLXRunner, row: Row, num_tokens: int) -> None:
     """Until so many tokens of its prompt are computed; with all of them it joins."""
-    while row.num_prefilled < num_tokens:
-        output = runner.prefill([row], min(64, num_tokens - row.num_prefilled))
-        row.num_prefilled += output.num_tokens
+    while row.prompt.num_prefilled < num_tokens:
+        output = runner.prefill([row], min(64, num_tokens - row.prompt.num_prefilled))
+        row.prompt.num_prefilled += output.num_tokens
         if output.first is not None:
             row.append(output.first[row.id].token_ids[0])
 
@@ -61,7 +62,7 @@ def contents(taken: list[StateSnapshot]) -> list[np.ndarray]:
 def lend(runner: MLXRunner, row: Row, taken: list[StateSnapshot]) -> list[Any]:
     segments = [snapshot.segment for snapshot in taken]
     runner.restore([row], taken[-1], segments)
-    row.num_prefilled = NUM_SECOND
+    row.prompt.num_prefilled = NUM_SECOND
     assert all(segment.is_lent and not segment.num_bytes for segment in segments)
     with pytest.raises(ValueError, match="lent to a row"):
         _ = segments[0].keys_values
@@ -139,7 +140,7 @@ def test_rows_of_a_group_return_their_kv_segments_without_effect_on_the_others(r
                 lent[row.id] = lend(runner, row, each)
             else:
                 runner.restore([row], each[-1])
-                row.num_prefilled = NUM_SECOND
+                row.prompt.num_prefilled = NUM_SECOND
             prefill(runner, row, NUM_PROMPT)
             decode(runner, rows, 2, drafts)
         if lends:
@@ -222,7 +223,7 @@ def test_keys_and_values_are_in_memory_once_while_they_are_lent(runner_of, name)
         else:
             segments = []
             runner.restore([row], taken[-1])
-            row.num_prefilled = NUM_SECOND
+            row.prompt.num_prefilled = NUM_SECOND
         prefill(runner, row, NUM_PROMPT)
         decode(runner, [row], 3, 0)
         mx.synchronize()

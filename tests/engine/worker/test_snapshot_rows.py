@@ -152,8 +152,9 @@ def state_of(runner: MLXRunner, request: EngineRequest, num_tokens: int) -> Stat
     """That behind the first tokens of a prompt which is taken in from the start."""
     row = Row(replace(request, request_id="cold"))
     encode_images(runner, row)
-    while row.num_prefilled < num_tokens:
-        row.num_prefilled += runner.prefill([row], num_tokens - row.num_prefilled).num_tokens
+    num_prefilled = 0
+    while num_prefilled < num_tokens:
+        num_prefilled += runner.prefill([row], num_tokens - num_prefilled).num_tokens
     snapshot = runner.snapshot([row])
     runner.drop([row.id])
     assert snapshot is not None

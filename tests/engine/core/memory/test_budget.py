@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine.config import EngineConfig
 from engine.core.memory.budget import OBSERVATIONS, MemoryBudget, make_memory_budget
 from engine.core.memory.costs import MemoryCosts
+from engine.core.prompt import Prompt
 from engine.core.row import Row
 from engine.core.runner import PrefillOutput
 from engine.errors import EngineFailed, MemoryExceeded
@@ -217,14 +218,13 @@ def test_intermediate_results_of_a_step_in_flight_are_accounted_for():
 
 def chunk(books: MemoryBudget, start: int) -> int:
     """The largest chunk of a prompt behind so many of its tokens, beside whatever runs."""
-    [row] = rows(request("of a chunk", start + 1, 1))
-    assert books.reserve([row]) == 0
-    row.num_prefilled = start
-    size = books.reserve_chunk(row, 2048)
+    prompt = Prompt(rows(request("of a chunk", start + 1, 1)), arrived_s=0.0, rank=0.0, num_prefilled=start)
+    assert books.reserve(prompt.rows) == 0
+    size = books.reserve_chunk(prompt, 2048)
     assert books.free_bytes >= 0
     books.end_chunk()
-    assert books.reserve_chunk(row, 2048) == size, "what it could be smaller by is free until the next is chosen"
-    books.release(row.id)
+    assert books.reserve_chunk(prompt, 2048) == size, "what it could be smaller by is free until the next is chosen"
+    books.release(prompt.row.id)
     return size
 
 
