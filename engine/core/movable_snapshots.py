@@ -1,11 +1,13 @@
 """MovableSnapshots: which snapshots another node should take over, and what becomes of those that have arrived here."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from engine.core.cost_model import CostModel
 from engine.core.memory.costs import MemoryCosts
 from engine.core.prefix_cache.cache import PrefixCache
-from engine.core.prefix_cache.worth import SnapshotWorth, worth_of, worths
+from engine.core.prefix_cache.node import SnapshotNode
+from engine.core.prefix_cache.reuse_forecast import odds_key_of
 from engine.core.quoting.load import LoadRecorder
 from engine.placement import KnownPrefix, MovableSnapshot
 
@@ -15,6 +17,25 @@ or that it has left."""
 
 MAX_KNOWN = 32
 """Keys of prompts that move with a snapshot: two turns' worth of the longest question."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotWorth:
+    """The seconds that a snapshot, in memory or on disk, saves at an engine that has nothing of it."""
+
+    node: SnapshotNode
+    path: tuple[SnapshotNode, ...]
+    """The snapshot and its ancestors, nearest first."""
+    num_bytes: int
+    """Estimated bytes of all of them."""
+    rate: float
+    """Expected uses per second."""
+    probability: float
+    """Probability that it is used again at all."""
+    density: float
+    """Seconds of computing per second and byte that it saves with all of its ancestors, where none of them is."""
+    own_density: float
+    """The same of the snapshot alone, where its ancestors are."""
 
 
 class MovableSnapshots:
@@ -61,8 +82,9 @@ class MovableSnapshots:
         keys = residence.keys
         if (node := self._loads.prefixes.last_of(keys)) is None:
             return None
-        worth = worth_of(node, True, self._prefix.store, self._costs.prompt_s, self._memory_costs)
-        return self._movable(worth, self._loads.prefixes.by_digest((*keys.turns, keys.system)))
+        return self._movable(
+            self._worth(node, is_last=True), self._loads.prefixes.by_digest((*keys.turns, keys.system))
+        )
 
     def densities(self) -> dict[str, float]:
         """Return by how many seconds per second and byte each snapshot here is worth its file, by digest."""
@@ -91,7 +113,33 @@ class MovableSnapshots:
         return is_here
 
     def _worths(self) -> list[SnapshotWorth]:
-        return list(worths(self._prefix.store, self._costs.prompt_s, self._memory_costs))
+        """Return the worth of each snapshot, as eviction.py computes that of those in memory.
+
+        A snapshot that no other one continues counts as the last of its conversation, also if it is only on disk.
+        """
+        nodes = list(self._prefix.store.nodes())
+        continued = {node.parent_digest for node in nodes}
+        return [self._worth(node, node.digest not in continued) for node in nodes]
+
+    def _worth(self, node: SnapshotNode, is_last: bool) -> SnapshotWorth:
+        """Return the worth of a snapshot. is_last: whether no other snapshot continues it."""
+        store, seconds, costs = self._prefix.store, self._costs.prompt_s, self._memory_costs
+        path, lineage, forecast, now = store.path(node), node.lineage, store.lineages.forecast, store.clock()
+        start = path[1].num_tokens if len(path) > 1 else 0
+        in_memory = lineage.nodes[-1] if lineage.nodes else None
+        odds_key = odds_key_of(node, node if is_last else in_memory)
+        rate = forecast.rate(lineage, odds_key, now)
+        num_bytes = node.num_tokens * costs.token_bytes + len(path) * costs.fixed()
+        own_bytes = (node.num_tokens - start) * costs.token_bytes + costs.fixed()
+        return SnapshotWorth(
+            node,
+            tuple(path),
+            num_bytes,
+            rate,
+            forecast.probability(lineage, odds_key, now),
+            seconds(0, node.num_tokens) * rate / max(num_bytes, 1),
+            seconds(start, node.num_tokens) * rate / max(own_bytes, 1),
+        )
 
     def _movable(self, worth: SnapshotWorth, known: Mapping[str, list[tuple[int, KnownPrefix]]]) -> MovableSnapshot:
         node, store = worth.node, self._prefix.store

@@ -72,6 +72,12 @@ class Prompt:
         return self.rows[0]
 
     @property
+    def may_lend(self) -> bool:
+        """Whether KV segments of the prefix cache may move to the row that continues them."""
+        spec = self.row.spec
+        return spec.pooling is None and len(self.rows) == spec.num_choices == 1 and spec.sparse is None
+
+    @property
     def has_started(self) -> bool:
         return self.num_prefilled > 0
 

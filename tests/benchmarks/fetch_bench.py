@@ -30,7 +30,7 @@ import engine.worker  # noqa: F401  # before MLX
 from engine.async_engine import AsyncEngine
 from engine.config import DiskCacheConfig, EngineConfig
 from engine.core.engine_core import EngineCore
-from engine.core.prefix_cache.eligibility import key_of_tokens
+from engine.core.prefix_cache.prompt_key import key_of_tokens
 from engine.placement import PrefixHolder
 from engine.protocol import EngineRequest, PromptOrigin, SamplingParams
 from engine.snapshot_store.exchange import Sharing

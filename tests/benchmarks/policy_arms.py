@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.core import admission, prefill_order, prefill_scheduler
-from engine.core.prefix_cache import eligibility, eviction, lineages, reuse_forecast, snapshot_memory, snapshot_taker
+from engine.core.prefix_cache import eviction, lineages, reuse_forecast, snapshot_memory, snapshot_taker
 from engine.core.prompt import Prompt
 from tests.benchmarks.agents_sim import LOADS, Load, Together, figures
 from tests.benchmarks.measure import heading, table
@@ -160,7 +160,7 @@ ARMS: dict[str, tuple[str, Callable[[], None]]] = {
     ),
     "no patience": ("valuable snapshots are evicted for a request at once", NO_PATIENCE),
     "no bursts": ("no two prompts share a forward", NO_BURSTS),
-    "no loans": ("keys and values are copied, not lent", _set(eligibility, "may_lend", lambda rows: False)),
+    "no loans": ("keys and values are copied, not lent", _set(Prompt, "may_lend", property(lambda prompt: False))),
     "no answers": ("answers are not stored", _set(snapshot_taker.SnapshotTaker, "take_answer", lambda *a: None)),
     "lru": (
         "the least recently used snapshot is evicted, and every new one stored",

@@ -1,12 +1,13 @@
 """The state behind answers: the next turn goes on from there, with the tokens that it gets without a cache."""
 
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.prefix_cache.answer_statistics import MAX_UNUSED, PROBE_EVERY, AnswerStatistics
+from engine.core.prefix_cache.snapshot_taker import MAX_UNUSED, PROBE_EVERY
 from engine.protocol import EngineRequest
 from tests.support.conversations import plain_request, plain_tokens
 from tests.support.driver import Driver
@@ -56,12 +57,24 @@ def test_answers_are_not_cached_where_the_configuration_turns_it_off():
 
 
 def test_answers_that_are_never_continued_are_cached_only_occasionally_until_one_is():
-    answers = AnswerStatistics(enabled=True)
-    for _ in range(MAX_UNUSED):
-        assert answers.offer()
-        answers.stored()
-    assert [answers.offer() for _ in range(2 * PROBE_EVERY)].count(True) == 2
-    answers.used("turn")
-    assert [answers.offer() for _ in range(PROBE_EVERY)].count(True) == 1
-    answers.used("answer")
-    assert answers.offer()
+    driver, names = Driver(FakeRunner(), config()), count()
+
+    def num_stored(num_requests: int) -> int:
+        """Answer requests of which none continues another; return how many of their answers are cached."""
+        before = driver.core.prefixes.store.counters.num_stored
+        for _ in range(num_requests):
+            name = f"new {next(names)}"
+            ids = plain_tokens(name, 60)
+            driver.run({0: [replace(plain_request(name, ids, max_tokens=NUM_ANSWER), boundaries=(), tenant=name)]})
+        return driver.core.prefixes.store.counters.num_stored - before - num_requests  # each prompt is cached, too
+
+    first = plain_request("first", plain_tokens("first", 60), max_tokens=NUM_ANSWER)
+    said = driver.run({0: [first]})["first"]
+    assert num_stored(MAX_UNUSED - 1) == MAX_UNUSED - 1
+    assert num_stored(2 * PROBE_EVERY) == 2
+    driver.run({0: [replace(next_turn(first, said[::-1]), request_id="other turn")]})
+    assert driver.chunks["other turn"][0].num_cached == len(first.token_ids) - 1, "it continues the prompt"
+    assert num_stored(PROBE_EVERY) == 1
+    driver.run({0: [next_turn(first, said)]})
+    assert driver.chunks["next"][0].num_cached == len(first.token_ids) + NUM_ANSWER
+    assert num_stored(3) == 3

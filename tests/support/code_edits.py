@@ -125,9 +125,9 @@ EDITS = (
         ),
     ),
     CodeEdit(
-        "engine/core/prefix_cache/answer_statistics.py",
-        "Rename `MAX_UNUSED` to `UNUSED_LIMIT`, and set it to 128.",
-        (("MAX_UNUSED, PROBE_EVERY = 64, 16", "MAX_UNUSED, PROBE_EVERY = 128, 16"), ("MAX_UNUSED", "UNUSED_LIMIT")),
+        "engine/core/virtual_token_counter.py",
+        "Rename `MAX_IDLE_CLIENTS` to `IDLE_CLIENTS_LIMIT`, and set it to 2048.",
+        (("MAX_IDLE_CLIENTS = 1024", "MAX_IDLE_CLIENTS = 2048"), ("MAX_IDLE_CLIENTS", "IDLE_CLIENTS_LIMIT")),
     ),
     CodeEdit(
         "deployments/http/answer_id.py",

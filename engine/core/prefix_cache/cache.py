@@ -10,24 +10,25 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from dataclasses import asdict
+from hashlib import sha256
+from itertools import islice
+from typing import Literal
 
 from engine.cache_miss import CacheMiss
 from engine.config import BoundaryKind, PrefixCacheConfig
 from engine.core.cost_model import CostModel
-from engine.core.prefix_cache import eligibility
-from engine.core.prefix_cache.answer_statistics import AnswerStatistics
 from engine.core.prefix_cache.disk_tier import DiskTier
 from engine.core.prefix_cache.loans import Loans
 from engine.core.prefix_cache.miss import explain
 from engine.core.prefix_cache.node import KVSegment, SnapshotNode
 from engine.core.prefix_cache.prefix_fetcher import PrefixFetcher
-from engine.core.prefix_cache.prompt_key import PromptKey
+from engine.core.prefix_cache.prompt_key import PromptKey, key_of, key_of_tokens
 from engine.core.prefix_cache.restorer import PrefixRestorer
 from engine.core.prefix_cache.session import PrefixCacheSession
 from engine.core.prefix_cache.snapshot_boundaries import LEAST_TOKENS, choose_boundaries, least_tokens
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.core.prefix_cache.snapshot_taker import SnapshotTaker
-from engine.core.prefix_cache.status import cache_status
 from engine.core.prefix_cache.store import SnapshotStore
 from engine.core.prompt import Prompt
 from engine.core.row import Row
@@ -36,9 +37,11 @@ from engine.core.stats import Stats
 from engine.protocol import Boundary, EngineRequest
 from engine.snapshot_store.files import SnapshotFiles
 from engine.snapshot_store.snapshot_client import SnapshotClient
-from engine.status import CacheCleared, CacheStatus
+from engine.status import CacheCleared, CacheEntryStatus, CacheStatus
 
 log = logging.getLogger("orchard.engine")
+
+MAX_ENTRIES_SHOWN = 256
 
 
 class PrefixCache:
@@ -98,9 +101,8 @@ class PrefixCache:
         fetcher = None
         if peers is not None and self._disk is not None:
             fetcher = PrefixFetcher(peers, self._disk.adopt, costs, clock)
-        self._answers = AnswerStatistics(config.answers)
         self._restorer = PrefixRestorer(runner, self.memory, self._loans, self._disk, fetcher)
-        self._taker = SnapshotTaker(runner, self.memory, self._loans, self._disk, self._answers, self._min_tokens)
+        self._taker = SnapshotTaker(runner, self.memory, self._loans, self._disk, config.answers, self._min_tokens)
 
     # Prompts that have not begun
 
@@ -108,10 +110,10 @@ class PrefixCache:
         """Return how many tokens of a row's prompt are cached now; does not count as a use."""
         if not self._is_used_by(row):
             return 0
-        key, counters = eligibility.key_of(row, self._runner), self.store.counters
+        key, counters = key_of(row, self._runner), self.store.counters
         version = (len(key), counters.num_stored, counters.num_evicted, len(self.store))
         if row.cached_hint is None or row.cached_hint[0] != version:
-            node = self.store.match(key, eligibility.max_tokens(row, key))
+            node = self.store.match(key, _max_tokens(row, key))
             row.cached_hint = version, 0 if node is None else node.num_tokens
         return row.cached_hint[1]
 
@@ -122,7 +124,7 @@ class PrefixCache:
         """
         if self.off_reason is not None:
             return 0
-        key = eligibility.key_of_tokens(spec, spec.token_ids, self._runner)
+        key = key_of_tokens(spec, spec.token_ids, self._runner)
         node = self.store.match(key, len(key) - 1)
         if node is None:
             return 0
@@ -137,12 +139,12 @@ class PrefixCache:
         others = [(one, one.session) for one in in_progress if one.session is not None and one.session.is_storing]
         if not others or not self._is_used_by(prompt.row) or prompt.session is not None:
             return None
-        key = eligibility.key_of(prompt.row, self._runner)
+        key = key_of(prompt.row, self._runner)
         longest, source = self.num_cached(prompt.row), None
         for other, session in others:
             if session.key.tenant != key.tenant:
                 continue
-            num_common = min(key.num_common(session.key), eligibility.max_tokens(prompt.row, key))
+            num_common = min(key.num_common(session.key), _max_tokens(prompt.row, key))
             reached = max((b.num_tokens for b in session.todo if b.num_tokens <= num_common), default=0)
             if reached >= longest + self._min_tokens:
                 longest, source = reached, other
@@ -152,17 +154,17 @@ class PrefixCache:
         """Return kind, number of tokens and digest of each boundary of a prompt; empty if it does not use the cache."""
         if not self._is_used_by(row) or not row.spec.boundaries:
             return []
-        key = eligibility.key_of(row, self._runner)
+        key = key_of(row, self._runner)
         digests = dict(key.digests(sorted(one.num_tokens for one in row.spec.boundaries)))
         return [(b.kind, b.num_tokens, digests[b.num_tokens]) for b in row.spec.boundaries if b.num_tokens in digests]
 
     def assign(self, prompt: Prompt) -> None:
         """Count the keys and values that a queued prompt will take over from the cache as its request's memory."""
         row = prompt.row
-        if not row.may_take_over or not eligibility.may_lend(prompt.rows) or self.num_cached(row) == 0:
+        if not row.may_take_over or not prompt.may_lend or self.num_cached(row) == 0:
             return
-        key = eligibility.key_of(row, self._runner)
-        node = self.store.match(key, eligibility.max_tokens(row, key), in_memory=True)
+        key = key_of(row, self._runner)
+        node = self.store.match(key, _max_tokens(row, key), in_memory=True)
         if node is not None:
             self._loans.assign(row.id, node)
 
@@ -191,15 +193,15 @@ class PrefixCache:
         if not self._is_used_by(row) or (session is not None and session.has_restored):
             return True
         if session is None:
-            key = eligibility.key_of(row, self._runner)
-            session = PrefixCacheSession(prompt, key, eligibility.max_tokens(row, key), holder=row.spec.holder)
+            key = key_of(row, self._runner)
+            session = PrefixCacheSession(prompt, key, _max_tokens(row, key), holder=row.spec.holder)
             prompt.session = session
         if not self._restorer.restore(session, wait_s, copy_s):
             return False
         if session.base is None:
             self._loans.give_up(row.id)
-        else:
-            self._answers.used(session.base.kind)
+        elif session.base.kind == "answer":
+            self._taker.answer_used()
         num_cached, miss = prompt.num_prefilled, None
         if not row.num_generated:  # a preempted row was recorded before
             miss = self._record(prompt.rows, session.key, num_cached)
@@ -326,8 +328,19 @@ class PrefixCache:
         return CacheCleared(*self.store.clear())
 
     def status(self) -> CacheStatus:
-        """Return the status of the prefix cache and its disk tier."""
-        return cache_status(self.memory, self.off_reason, self.disk_status())
+        """Return the figures, and the MAX_ENTRIES_SHOWN most recently used snapshots."""
+        store, now = self.store, self._clock()
+        return CacheStatus(
+            off_reason=self.off_reason,
+            max_bytes=self.memory.max_bytes if self.off_reason is None else 0,
+            num_bytes=store.num_bytes,
+            num_entries=len(store),
+            num_pinned=len(store.pinned),
+            entries=tuple(_entry(node, now, store.has_file(node)) for node in islice(store.nodes(), MAX_ENTRIES_SHOWN)),
+            recent_misses=tuple(store.recent_misses),
+            disk=self.disk_status(),
+            **asdict(store.counters),
+        )
 
     def close(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for pending writes, then release all snapshots on the device thread."""
@@ -367,3 +380,28 @@ class PrefixCache:
         wanted = [*spec.boundaries, Boundary("prompt", len(spec.token_ids) - 1)]
         wanted = [one for one in wanted if one.kind in kinds and one.num_tokens <= row.num_dense_tokens]
         return choose_boundaries(wanted, key, self._min_tokens, start, spec.pinned)
+
+
+def _max_tokens(row: Row, key: PromptKey) -> int:
+    """Return the length in tokens of the longest prefix to restore.
+
+    The last token must be computed for its logits, and a sparse plan has gaps after its dense tokens.
+    """
+    most = len(key) if row.spec.sparse is None else row.num_dense_tokens
+    return min(most, len(key) - 1)
+
+
+def _entry(node: SnapshotNode, now: float, on_disk: bool) -> CacheEntryStatus:
+    in_memory = node.snapshot is not None
+    where: Literal["memory", "disk", "both"] = "disk" if not in_memory else "both" if on_disk else "memory"
+    return CacheEntryStatus(
+        kind=node.kind,
+        num_tokens=node.num_tokens,
+        num_bytes=node.segment_bytes + node.state_bytes if in_memory else 0,
+        num_hits=node.num_hits,
+        pinned=node.pinned,
+        tenant=sha256(node.key.tenant.encode(errors="surrogatepass")).hexdigest()[:12] if node.key.tenant else "",
+        where=where,
+        age_s=now - node.created_s,
+        idle_s=now - node.used_s,
+    )

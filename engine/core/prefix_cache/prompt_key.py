@@ -1,12 +1,17 @@
 """The cache key of a prompt: model, tenant, token ids, and the contents of its images."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.protocol import ImagePatches
+from engine.protocol import EngineRequest
+
+if TYPE_CHECKING:
+    from engine.core.row import Row
+    from engine.core.runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +31,6 @@ class PromptKey:
     tenant: str  # Only prompts of the same tenant share snapshots.
     token_ids: np.ndarray  # int32 [num_tokens].
     media: tuple[Media, ...] = ()  # Images in the order of the prompt.
-
-    @classmethod
-    def of(
-        cls,
-        model: str,
-        tenant: str,
-        token_ids: np.ndarray,
-        images: Sequence[ImagePatches],
-        image_token_id: int | None,
-    ) -> "PromptKey":
-        """Build the key of a prompt from its tokens and images."""
-        places = np.flatnonzero(token_ids == image_token_id).tolist() if images else []
-        media, first = [], 0
-        for image in images:
-            own = places[first : first + image.num_tokens]
-            if own:  # else prompt and images do not match, which the prefill reports
-                media.append(Media(own[0], own[-1] + 1, image.content_hash))
-            first += image.num_tokens
-        return cls(model, tenant, np.ascontiguousarray(token_ids, np.int32), tuple(media))
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -105,3 +91,23 @@ class PromptKey:
             and self.media[: len(other.media)] == other.media
             and all(media.start >= length for media in self.media[len(other.media) :])
         )
+
+
+def key_of(row: "Row", runner: "ModelRunner") -> PromptKey:
+    """Return the key of a row's prompt, cached on the row until its prompt grows."""
+    key = row.prompt_key
+    if key is None or len(key) != row.num_tokens + row.num_skipped:
+        key = row.prompt_key = key_of_tokens(row.spec, row.prompt_token_ids, runner)
+    return key
+
+
+def key_of_tokens(spec: EngineRequest, token_ids: np.ndarray, runner: "ModelRunner") -> PromptKey:
+    """Return the key of tokens that begin with a request's prompt, with its tenant and images."""
+    places = np.flatnonzero(token_ids == runner.image_token_id).tolist() if spec.images else []
+    media, first = [], 0
+    for image in spec.images:
+        own = places[first : first + image.num_tokens]
+        if own:  # else prompt and images do not match, which the prefill reports
+            media.append(Media(own[0], own[-1] + 1, image.content_hash))
+        first += image.num_tokens
+    return PromptKey(runner.fingerprint, spec.tenant, np.ascontiguousarray(token_ids, np.int32), tuple(media))

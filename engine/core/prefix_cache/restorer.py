@@ -2,7 +2,6 @@
 
 import logging
 
-from engine.core.prefix_cache import eligibility
 from engine.core.prefix_cache.disk_tier import DiskTier
 from engine.core.prefix_cache.loans import Loans
 from engine.core.prefix_cache.node import SnapshotNode
@@ -122,7 +121,7 @@ class PrefixRestorer:
 
     def _moves_into_row(self, session: PrefixCacheSession) -> bool:
         """Return whether keys and values that are read from disk count as the row's."""
-        return eligibility.may_lend(session.prompt.rows) and not session.prompt.row.spec.pinned
+        return session.prompt.may_lend and not session.prompt.row.spec.pinned
 
     def _read(self, session: PrefixCacheSession, node: SnapshotNode) -> None:
         """Start to read a snapshot from disk if that is worth it; else limit the session to others."""
@@ -166,7 +165,7 @@ class PrefixRestorer:
         rows = session.prompt.rows
         if rows[0].spec.pinned and Boundary("system", node.num_tokens) in rows[0].spec.boundaries:
             self._store.pin(node)  # pinned snapshots are never lent
-        lent = self._loans.move(rows[0].id, node) if eligibility.may_lend(rows) else []
+        lent = self._loans.move(rows[0].id, node) if session.prompt.may_lend else []
         try:
             self._runner.restore(rows, node.snapshot, lent)
         except InvalidRequest:

@@ -9,12 +9,10 @@ import logging
 import numpy as np
 
 from engine.config import SnapshotKind
-from engine.core.prefix_cache import eligibility
-from engine.core.prefix_cache.answer_statistics import AnswerStatistics
 from engine.core.prefix_cache.disk_tier import DiskTier
 from engine.core.prefix_cache.loans import Loans
 from engine.core.prefix_cache.node import Snapshot, SnapshotNode
-from engine.core.prefix_cache.prompt_key import PromptKey
+from engine.core.prefix_cache.prompt_key import PromptKey, key_of, key_of_tokens
 from engine.core.prefix_cache.session import PrefixCacheSession
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.core.row import Row, named
@@ -22,6 +20,10 @@ from engine.core.runner import ModelRunner
 from engine.protocol import Boundary
 
 log = logging.getLogger("orchard.engine")
+
+MAX_UNUSED, PROBE_EVERY = 64, 16
+"""After MAX_UNUSED stored answers without any reuse only every PROBE_EVERY-th is stored, until one is reused: none
+is if the template renders answers differently in the next turn."""
 
 
 class SnapshotTaker:
@@ -32,7 +34,7 @@ class SnapshotTaker:
         memory: Adds them.
         loans: Knows which KV segments rows own.
         disk: The disk tier; None without one.
-        answers: Decides whether answers are stored.
+        stores_answers: Whether the states after complete answers are stored.
         min_tokens: Fewest tokens between a snapshot and the one before it.
     """
 
@@ -42,7 +44,7 @@ class SnapshotTaker:
         memory: SnapshotMemory,
         loans: Loans,
         disk: DiskTier | None,
-        answers: AnswerStatistics,
+        stores_answers: bool,
         min_tokens: int,
     ):
         self._runner = runner
@@ -50,7 +52,9 @@ class SnapshotTaker:
         self._store = memory.store
         self._loans = loans
         self._disk = disk
-        self._answers = answers
+        self._stores_answers = stores_answers
+        self._num_answers = 0  # complete ones
+        self._num_unused = 0  # stored since a prompt last continued from one
         self._min_tokens = min_tokens
 
     def take_at_boundaries(self, session: PrefixCacheSession) -> None:
@@ -70,16 +74,22 @@ class SnapshotTaker:
 
     def take_answer(self, row: Row) -> SnapshotNode | None:
         """Take the state after a complete answer, whose row the runner still has; return None if it is not stored."""
-        if len(row.output_token_ids) < self._min_tokens or not eligibility.may_keep(row) or not self._answers.offer():
+        if not self._stores_answers or len(row.output_token_ids) < self._min_tokens or not _may_keep(row):
+            return None
+        self._num_answers += 1
+        if self._num_unused >= MAX_UNUSED and self._num_answers % PROBE_EVERY:
             return None
         node = self._take_row_or_log(row, is_awaited=False)
-        if node is not None:
-            self._answers.stored()
+        self._num_unused += node is not None
         return node
+
+    def answer_used(self) -> None:
+        """Note that a prompt continues from the state after an answer: further ones are stored."""
+        self._num_unused = 0
 
     def take_row(self, row: Row) -> None:
         """Take the state of a preempted decoding row, which the runner still has."""
-        if eligibility.may_keep(row):
+        if _may_keep(row):
             self._take_row_or_log(row, is_awaited=True)
 
     def _take_or_log(self, session: PrefixCacheSession, boundary: Boundary) -> None:
@@ -105,7 +115,7 @@ class SnapshotTaker:
                 self._store.pin(known)
             return True
         segment_bytes = (boundary.num_tokens - session.base_tokens) * costs.token_bytes
-        num_outvalued, lend = counters.num_outvalued, boundary.kind != "system" and eligibility.may_lend(rows)
+        num_outvalued, lend = counters.num_outvalued, boundary.kind != "system" and session.prompt.may_lend
         num_bytes = costs.fixed() + (0 if lend else segment_bytes)
         if not self._memory.evict_for(num_bytes, base, None if pinned else node, row.id):
             return counters.num_outvalued > num_outvalued
@@ -132,7 +142,7 @@ class SnapshotTaker:
 
         is_awaited: whether the row will continue from it.
         """
-        key = eligibility.key_of(row, self._runner)
+        key = key_of(row, self._runner)
         base = self._store.match(key, len(key), in_memory=True)
         with self._store.holding(base):
             try:
@@ -162,7 +172,7 @@ class SnapshotTaker:
         if taken is None or not np.array_equal(taken.token_ids[:num_given], row.output_token_ids[:num_given]):
             return None
         token_ids = np.concatenate([spec.token_ids, taken.token_ids]).astype(np.int32)
-        whole = eligibility.key_of_tokens(spec, token_ids, self._runner)
+        whole = key_of_tokens(spec, token_ids, self._runner)
         node = self._add(self._new_node(whole, "answer", row, base), taken.snapshot, base, row)
         if node is None:
             return None
@@ -190,3 +200,9 @@ class SnapshotTaker:
         if added is not None and self._disk is not None:
             self._disk.write(added)
         return added
+
+
+def _may_keep(row: Row) -> bool:
+    """Return whether the state after a row's last token may be stored."""
+    spec = row.spec
+    return spec.pooling is None and spec.num_choices == 1 and spec.sparse is None and not spec.pinned
