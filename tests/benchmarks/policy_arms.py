@@ -114,12 +114,12 @@ def _rule(weight_of: Callable[[eviction.EvictionOrder, Any], float], margin: flo
         margin: A new snapshot must be worth this many times those evicted for it; 0: all are stored.
     """
 
-    def victim(order: eviction.EvictionOrder, node: Any) -> eviction.Victim:
-        in_front = order._in_front_of(node)
-        lost_s = order._cost(node, in_front.num_tokens if in_front is not None else 0)
+    def victim(order: eviction.EvictionOrder, node: Any) -> eviction.PlannedEviction:
+        before = order._nearest_before(node)
+        lost_s = order._cost(node, before.num_tokens if before is not None else 0)
         weight = weight_of(order, node)
         rate = weight / max(IDLE_S, order._now - node.used_s)
-        return eviction.Victim(node, order._freed_bytes(node), lost_s, rate, 0.5 * weight)
+        return eviction.PlannedEviction(node, order._freed_bytes(node), lost_s, rate, 0.5 * weight)
 
     def change() -> None:
         setattr(eviction.EvictionOrder, "_victim", victim)  # noqa: B010 (its parameters have other names)

@@ -101,7 +101,7 @@ class DiskTier:
         at: SnapshotNode | None = node
         while at is not None and at.snapshot is None:
             missing.append(at)
-            at = self._in_front_of(at)
+            at = self._parent_of(at)
         if at is None and missing[-1].parent_digest is not None:
             self._store.forget(node)
             return None
@@ -124,7 +124,7 @@ class DiskTier:
             digest, future = reading.pending[0]
             node = self._store.get(digest)
             if node is not None and node.snapshot is not None:  # another prompt has read it meanwhile
-                self._go_on_behind(reading, node)
+                self._continue_after(reading, node)
                 continue
             if reading.copying is None and not self._files.wait([future], wait_s):
                 return "pending"
@@ -173,12 +173,12 @@ class DiskTier:
             return False
         if row_id is not None:
             self._store.assign(added, row_id, segment_bytes)
-        self._go_on_behind(reading, added)
+        self._continue_after(reading, added)
         if not is_last:
             self._store.forget_memory(added)
         return True
 
-    def _go_on_behind(self, reading: Reading, node: SnapshotNode) -> None:
+    def _continue_after(self, reading: Reading, node: SnapshotNode) -> None:
         """Continue a reading with the snapshot after this one, which is in memory."""
         self._store.hold(node)
         before, reading.base = reading.base, node
@@ -227,7 +227,7 @@ class DiskTier:
         """Wait at most `timeout_s` seconds for pending writes."""
         self._files.close(timeout_s)
 
-    def _in_front_of(self, node: SnapshotNode) -> SnapshotNode | None:
+    def _parent_of(self, node: SnapshotNode) -> SnapshotNode | None:
         """Return a snapshot's parent, which another process may have written; None if it has none or it is missing."""
         if node.parent_digest is None:
             return None

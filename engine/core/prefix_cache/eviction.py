@@ -9,7 +9,7 @@ from engine.core.prefix_cache.reuse_forecast import ReuseForecast, odds_key_of
 
 
 @dataclass(frozen=True, slots=True)
-class Victim:
+class PlannedEviction:
     """A snapshot to evict, given that all those before it in the order are evicted."""
 
     node: SnapshotNode
@@ -35,7 +35,7 @@ class EvictionOrder:
         forecast: Predicts reuse.
         cost: Returns the seconds to restore a snapshot, given the tokens in memory before it.
         now: Monotonic seconds.
-        passed: A lineage that is about to get a longer snapshot, so that no node of it is the tip (see Stage in
+        growing: A lineage that is about to get a longer snapshot, so that no node of it is the leaf (see Stage in
             reuse_forecast.py).
     """
 
@@ -45,19 +45,19 @@ class EvictionOrder:
         forecast: ReuseForecast,
         cost: Callable[[SnapshotNode, int], float],
         now: float,
-        passed: Lineage | None = None,
+        growing: Lineage | None = None,
     ):
         self._forecast = forecast
         self._cost = cost
         self._now = now
-        self._passed = passed
+        self._growing = growing
         self._planned: set[SnapshotNode] = set()
         self._num_freed_dependents: dict[SnapshotNode, int] = {}
         self._rank = {node: i for i, node in enumerate(nodes)}
         self._heap = [(self._density(node), i, node) for node, i in self._rank.items()]
         heapify(self._heap)
 
-    def __iter__(self) -> Iterator[Victim]:
+    def __iter__(self) -> Iterator[PlannedEviction]:
         while self._heap:
             density, rank, node = heappop(self._heap)
             if node in self._planned:
@@ -66,27 +66,28 @@ class EvictionOrder:
             if (changed := _density(victim)) > density:
                 heappush(self._heap, (changed, rank, node))
                 continue
-            in_front = self._plan(node)
-            if in_front is not None and in_front in self._rank:  # pinned ones are not
-                heappush(self._heap, (self._density(in_front), self._rank[in_front], in_front))
+            before = self._plan(node)
+            if before is not None and before in self._rank:  # pinned ones are not
+                heappush(self._heap, (self._density(before), self._rank[before], before))
             yield victim
 
     def _density(self, node: SnapshotNode) -> float:
         return _density(self._victim(node))
 
-    def _victim(self, node: SnapshotNode) -> Victim:
-        in_front = self._in_front_of(node)
-        lost_s = self._cost(node, in_front.num_tokens if in_front is not None else 0)
-        lineage, key = node.lineage, odds_key_of(node, self._tip(node))
+    def _victim(self, node: SnapshotNode) -> PlannedEviction:
+        before = self._nearest_before(node)
+        lost_s = self._cost(node, before.num_tokens if before is not None else 0)
+        lineage, key = node.lineage, odds_key_of(node, self._leaf(node))
         rate = self._forecast.rate(lineage, key, self._now)
-        return Victim(node, self._freed_bytes(node), lost_s, rate, self._forecast.probability(lineage, key, self._now))
+        probability = self._forecast.probability(lineage, key, self._now)
+        return PlannedEviction(node, self._freed_bytes(node), lost_s, rate, probability)
 
-    def _tip(self, node: SnapshotNode) -> SnapshotNode | None:
-        if node.lineage is self._passed:
+    def _leaf(self, node: SnapshotNode) -> SnapshotNode | None:
+        if node.lineage is self._growing:
             return None
         return next((one for one in reversed(node.lineage.nodes) if one not in self._planned), None)
 
-    def _in_front_of(self, node: SnapshotNode) -> SnapshotNode | None:
+    def _nearest_before(self, node: SnapshotNode) -> SnapshotNode | None:
         parent = node.parent
         while parent is not None and self._is_freed(parent):
             parent = parent.parent
@@ -119,5 +120,5 @@ class EvictionOrder:
         return node if node is not None and not self._is_freed(node) else None
 
 
-def _density(victim: Victim) -> float:
+def _density(victim: PlannedEviction) -> float:
     return victim.lost_s * victim.rate / max(victim.freed_bytes, 1)

@@ -88,7 +88,7 @@ class Loans:
             moving = _lendable(node, also_system=True)  # it was read from disk for this row only
         self._assign(row_id, moving)
         if taken_back:  # they may be fewer: another prompt may have continued the same snapshot meanwhile
-            self._memory.fit(spared=(node,))
+            self._memory.fit(kept=(node,))
             self._check_room(row_id, taken_back, node)
         return [one.kv_segment for one in moving]
 
@@ -128,7 +128,7 @@ class Loans:
         segments = defaultdict[str, list[KVSegment]](list)
         for row_id in row_ids:
             self.revoke(row_id)
-            staying, given_up = self._divide(row_id)
+            staying, given_up = self._choose_returning(row_id)
             for node in staying:  # counted now, before the next row's segments are considered
                 self._store.take_back(node)
             returning += staying
@@ -138,14 +138,14 @@ class Loans:
         try:
             yield dict(segments)
         finally:
-            self._settle(returning)
+            self._take_back_or_lose(returning)
             for given_up in leaving:
                 self._write_and_lose(given_up)
             self._finish()
 
     def lost(self, row_ids: Sequence[str]) -> None:
         """End the loans of rows that the runner has lost: segments that have moved there are lost with them."""
-        self._settle([node for row_id in row_ids for node in self._store.owned_by(row_id)])
+        self._take_back_or_lose([node for row_id in row_ids for node in self._store.owned_by(row_id)])
         self._finish()
 
     def write_all(self) -> None:
@@ -185,12 +185,12 @@ class Loans:
                 if row_id is not None:
                     self._runner.fill(row_id, [node.kv_segment for node in nodes])
             except Exception:
-                self._settle([node for node in nodes if not node.kv_segment.is_lent])
+                self._take_back_or_lose([node for node in nodes if not node.kv_segment.is_lent])
                 raise
-            self._settle(nodes)
+            self._take_back_or_lose(nodes)
         return not any(node.segment is None or node.segment.is_lent for node in lent)
 
-    def _divide(self, row_id: str) -> tuple[list[SnapshotNode], list[SnapshotNode]]:
+    def _choose_returning(self, row_id: str) -> tuple[list[SnapshotNode], list[SnapshotNode]]:
         """Free memory for the KV segments of a row; return the nodes that it suffices for, and those to be written."""
         staying, given_up = self._store.owned_by(row_id), list[SnapshotNode]()
         while staying and not self._memory.evict_for_return(staying):
@@ -212,7 +212,7 @@ class Loans:
             if node.segment is not None:
                 self._store.lose(node)
 
-    def _settle(self, nodes: Iterable[SnapshotNode]) -> None:
+    def _take_back_or_lose(self, nodes: Iterable[SnapshotNode]) -> None:
         """Count KV segments that have come back as the cache's; evict what needs the others."""
         for node in nodes:
             if node.segment is None:

@@ -50,7 +50,7 @@ class Lineage:
 
     is_shared: bool = False
     """Whether several conversations continue its only snapshot."""
-    is_abandoned: bool = False
+    is_branch_left: bool = False
     """Whether the conversation has continued from a shorter prefix, without these snapshots."""
     used_s: float = 0.0
     """When a prompt last continued it, or its first snapshot was taken; monotonic seconds."""
@@ -96,7 +96,7 @@ class SnapshotNode:
     is_resume_point: bool = False
     """Whether a preempted row or prompt will continue from it."""
     lineage: Lineage = field(default_factory=Lineage)
-    given_up_as: OddsKey | None = None
+    counted_unused_as: OddsKey | None = None
     """The odds key under which it was counted as unused; None before."""
 
     snapshot: Snapshot | None = None

@@ -7,14 +7,14 @@ from typing import Literal
 from engine.config import SnapshotKind
 from engine.core.prefix_cache.node import Lineage, OddsKey, SnapshotNode
 
-Stage = Literal["tip", "passed", "used", "shared"]
-"""tip: the last snapshot of its conversation. passed: the same prompt stored a longer one after it. used: the
-conversation has continued from it, or beyond it. shared: several conversations continue from it."""
+Stage = Literal["leaf", "inner", "continued", "shared"]
+"""leaf: the last snapshot of its conversation. inner: the same prompt stored a longer one after it. continued: the
+conversation has continued from it, or after it. shared: several conversations continue from it."""
 
 PRIOR: dict[Stage, tuple[float, float, float]] = {
-    "tip": (0.5, 0.8, 0.9),
-    "passed": (0.5, 0.5, 0.5),
-    "used": (0.03, 0.03, 0.03),
+    "leaf": (0.5, 0.8, 0.9),
+    "inner": (0.5, 0.5, 0.5),
+    "continued": (0.03, 0.03, 0.03),
     "shared": (0.5, 0.8, 0.9),
 }
 """Prior probability of another use, for lineages without a return, with one, and with more."""
@@ -88,7 +88,7 @@ class ReuseForecast:
         """Record that a snapshot counts as unused."""
         self._of(odds_key).add(0, 1)
 
-    def regret(self, odds_key: OddsKey) -> None:
+    def undo_unused(self, odds_key: OddsKey) -> None:
         """Undo `unused`: the snapshot would have been used."""
         self._of(odds_key).add(0, -1)
 
@@ -106,9 +106,9 @@ class ReuseForecast:
         return math.exp(self._log_interval.get(lineage.is_shared, of_others))
 
 
-def odds_key_of(node: SnapshotNode, tip: SnapshotNode | None) -> OddsKey:
-    """Return the odds key of a node. tip: the last node of its lineage that is in memory."""
-    return odds_key(node.kind, _stage(node, tip), node.lineage)
+def odds_key_of(node: SnapshotNode, leaf: SnapshotNode | None) -> OddsKey:
+    """Return the odds key of a node. leaf: the last node of its lineage that is in memory."""
+    return odds_key(node.kind, _stage(node, leaf), node.lineage)
 
 
 def odds_key(kind: SnapshotKind, stage: Stage, lineage: Lineage) -> OddsKey:
@@ -116,11 +116,11 @@ def odds_key(kind: SnapshotKind, stage: Stage, lineage: Lineage) -> OddsKey:
     return kind, stage, min(lineage.num_returns, 2)
 
 
-def _stage(node: SnapshotNode, tip: SnapshotNode | None) -> Stage:
+def _stage(node: SnapshotNode, leaf: SnapshotNode | None) -> Stage:
     if node.lineage.is_shared:
         return "shared"
-    if node.lineage.is_abandoned:
-        return "used"
-    if tip is node:
-        return "tip"
-    return "used" if node.num_hits else "passed"
+    if node.lineage.is_branch_left:
+        return "continued"
+    if leaf is node:
+        return "leaf"
+    return "continued" if node.num_hits else "inner"

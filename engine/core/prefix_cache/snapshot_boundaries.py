@@ -50,9 +50,9 @@ def choose_boundaries(
     turn = max((one.num_tokens for one in ascending if one.kind == "turn"), default=0)
     chosen, last = list[Boundary](), start
     for one in ascending:
-        behind = max(last, turn) if one.kind == "prompt" else last
+        before = max(last, turn) if one.kind == "prompt" else last
         is_forced = is_pinned and one.kind == "system" and one.num_tokens > last
-        far_enough = one.num_tokens - behind >= min_tokens or is_forced
+        far_enough = one.num_tokens - before >= min_tokens or is_forced
         if far_enough and one.num_tokens < len(key) and key.can_split_at(one.num_tokens):
             chosen.append(one)
             last = one.num_tokens

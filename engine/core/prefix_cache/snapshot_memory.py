@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from math import inf
 
-from engine.core.prefix_cache.eviction import EvictionOrder, Victim
+from engine.core.prefix_cache.eviction import EvictionOrder, PlannedEviction
 from engine.core.prefix_cache.node import Lineage, Snapshot, SnapshotNode
 from engine.core.prefix_cache.store import SnapshotStore
 
@@ -129,13 +129,13 @@ class SnapshotMemory:
         Returns:
             False, with nothing evicted, if their memory cannot be freed or is not worth it.
         """
-        behind = self.store.nodes_behind(lent[0])
-        if not behind:
+        needing = self.store.nodes_that_need(lent[0])
+        if not needing:
             return False
-        last = max(behind, key=lambda node: node.num_tokens)
-        is_needed = any(node.pinned or node.is_resume_point for node in behind)
+        last = max(needing, key=lambda node: node.num_tokens)
+        is_needed = any(node.pinned or node.is_resume_point for node in needing)
         num_bytes = sum(node.owned_bytes for node in lent)
-        return self._evict_for(num_bytes, lent[0].parent, None if is_needed else last, behind=behind)
+        return self._evict_for(num_bytes, lent[0].parent, None if is_needed else last, needing=needing)
 
     def evict(self, num_bytes: int = 1, overhead_bytes: int = 0) -> bool:
         """Evict the least valuable snapshots until `num_bytes` are free; return False if nothing can be evicted.
@@ -150,10 +150,10 @@ class SnapshotMemory:
         self._evict(victims)
         return bool(victims)
 
-    def fit(self, spared: Collection[SnapshotNode] = ()) -> None:
-        """Evict the least valuable snapshots, except `spared`, until the cache fits into its memory."""
+    def fit(self, kept: Collection[SnapshotNode] = ()) -> None:
+        """Evict the least valuable snapshots, except `kept`, until the cache fits into its memory."""
         if (missing := self.missing_bytes) > 0:
-            self._evict(self._plan(missing, spared=spared)[0])
+            self._evict(self._plan(missing, kept=kept)[0])
 
     def price(self, num_bytes: int, overhead_bytes: int = 0) -> float:
         """Return the expected seconds of recomputation that `evict` would cause; inf if `num_bytes` cannot be freed.
@@ -172,7 +172,7 @@ class SnapshotMemory:
         parent: SnapshotNode | None,
         new: SnapshotNode | None,
         row_id: str = "",
-        behind: Collection[SnapshotNode] = (),
+        needing: Collection[SnapshotNode] = (),
     ) -> bool:
         """Implement `evict_for`.
 
@@ -181,7 +181,7 @@ class SnapshotMemory:
             parent: The node before the new KV segment.
             new: The snapshot whose value is compared; None if anything evictable may be evicted, whatever its worth.
             row_id: See `evict_for`.
-            behind: Snapshots in memory whose lent KV segments the bytes are for; none of them is evicted.
+            needing: Snapshots in memory whose lent KV segments the bytes are for; none of them is evicted.
         """
         counters, limit = self.store.counters, self.limit_bytes
         if self.store.unevictable_bytes(parent) + num_bytes > limit:
@@ -190,14 +190,14 @@ class SnapshotMemory:
         missing = self.store.num_bytes + num_bytes - limit
         if missing <= 0:
             return True
-        in_front = parent.nearest_in_memory() if parent is not None else None
-        passed = new.lineage if new is not None and not behind else None
-        victims, freed_bytes = self._plan(missing, passed=passed, spared=behind)
-        if behind and freed_bytes < missing:
+        before = parent.nearest_in_memory() if parent is not None else None
+        growing = new.lineage if new is not None and not needing else None
+        victims, freed_bytes = self._plan(missing, growing=growing, kept=needing)
+        if needing and freed_bytes < missing:
             counters.num_rejected += 1
             return False
         worth = sum(victim.lost_s * victim.rate for victim in victims)
-        if new is not None and MARGIN * worth > self._value(new, in_front):
+        if new is not None and MARGIN * worth > self._value(new, before):
             counters.num_rejected += 1
             counters.num_outvalued += 1
             self.store.lineages.rejected(new, row_id)
@@ -219,7 +219,7 @@ class SnapshotMemory:
             self._evict(victims[: max(1, len(victims) // 16)])
         return store.num_segments < self._max_snapshots
 
-    def _evict(self, victims: Sequence[Victim]) -> None:
+    def _evict(self, victims: Sequence[PlannedEviction]) -> None:
         for victim in victims:
             self.store.evict(victim.node)
 
@@ -227,25 +227,25 @@ class SnapshotMemory:
         self,
         num_bytes: int,
         overhead_bytes: int = 0,
-        passed: Lineage | None = None,
-        spared: Collection[SnapshotNode] = (),
-    ) -> tuple[list[Victim], int]:
-        """Return the least valuable snapshots, except `spared`, that free `num_bytes`, and the bytes freed.
+        growing: Lineage | None = None,
+        kept: Collection[SnapshotNode] = (),
+    ) -> tuple[list[PlannedEviction], int]:
+        """Return the least valuable snapshots, except `kept`, that free `num_bytes`, and the bytes freed.
 
-        All except `spared` are returned if together they free fewer bytes.
+        All except `kept` are returned if together they free fewer bytes.
         """
-        candidates = [node for node in self.store.evictable if node not in spared]
+        candidates = [node for node in self.store.evictable if node not in kept]
         forecast, now = self.store.lineages.forecast, self.store.clock()
-        order = iter(EvictionOrder(candidates, forecast, self._cost, now, passed))
-        victims, freed_bytes = list[Victim](), 0
+        order = iter(EvictionOrder(candidates, forecast, self._cost, now, growing))
+        victims, freed_bytes = list[PlannedEviction](), 0
         while freed_bytes < num_bytes and (victim := next(order, None)) is not None:
             victims.append(victim)
             freed_bytes += victim.freed_bytes + overhead_bytes
         return victims, freed_bytes
 
-    def _value(self, new: SnapshotNode, in_front: SnapshotNode | None) -> float:
+    def _value(self, new: SnapshotNode, before: SnapshotNode | None) -> float:
         """Return the seconds of computing per second that a new snapshot is expected to save."""
-        start = in_front.num_tokens if in_front is not None else 0
+        start = before.num_tokens if before is not None else 0
         rate = self.store.lineages.rate_of_new(new.lineage, new.kind, self.store.clock())
         return self.seconds(start, len(new.key)) * rate
 

@@ -54,7 +54,7 @@ class SnapshotStore:
         self.recent_misses: deque[CacheMiss] = deque(maxlen=MAX_RECENT_MISSES)
         self._nodes: OrderedDict[str, SnapshotNode] = OrderedDict()  # by digest, least recently used first
         self._lengths: dict[str, Counter[int]] = {}  # tenant -> lengths of its nodes
-        self._loose: set[SnapshotNode] = set()  # nodes whose KV segments outlive their snapshots
+        self._stateless: set[SnapshotNode] = set()  # nodes whose KV segments outlive their snapshots
         self._in_use: Counter[SnapshotNode] = Counter()  # nodes held by prompts in progress
         self._owned: dict[str, list[SnapshotNode]] = {}  # by row id, in the order of the tokens
 
@@ -65,7 +65,7 @@ class SnapshotStore:
     @property
     def num_segments(self) -> int:
         """KV segments in memory, with or without snapshots."""
-        return self.num_in_memory + len(self._loose)
+        return self.num_in_memory + len(self._stateless)
 
     @property
     def evictable(self) -> list[SnapshotNode]:
@@ -125,9 +125,9 @@ class SnapshotStore:
         """Return whether a snapshot can be read from disk."""
         return self.file_of(node.digest) is not None
 
-    def nodes_behind(self, node: SnapshotNode) -> set[SnapshotNode]:
+    def nodes_that_need(self, node: SnapshotNode) -> set[SnapshotNode]:
         """Return the snapshots in memory that need a node's KV segment, its own included."""
-        needs, behind = {node: True}, set[SnapshotNode]()
+        needs, needing = {node: True}, set[SnapshotNode]()
         for one in self._nodes.values():
             if one.snapshot is None:
                 continue
@@ -135,11 +135,11 @@ class SnapshotStore:
             while at is not None and at not in needs:
                 seen.append(at)
                 at = at.parent
-            is_behind = at is not None and needs[at]
-            needs.update(dict.fromkeys(seen, is_behind))
-            if is_behind:
-                behind.add(one)
-        return behind
+            is_needing = at is not None and needs[at]
+            needs.update(dict.fromkeys(seen, is_needing))
+            if is_needing:
+                needing.add(one)
+        return needing
 
     # Add and use
 
@@ -257,7 +257,7 @@ class SnapshotStore:
 
     def lose(self, node: SnapshotNode) -> None:
         """Evict all snapshots that need a KV segment which its row does not return."""
-        for one in sorted(self.nodes_behind(node), key=lambda one: -one.num_tokens):
+        for one in sorted(self.nodes_that_need(node), key=lambda one: -one.num_tokens):
             self.evict(one)
         if node.segment is not None:  # a prompt in progress holds it
             self._set_owner(node, None, node.segment.num_bytes)
@@ -267,7 +267,7 @@ class SnapshotStore:
     def evict(self, node: SnapshotNode) -> None:
         """Remove a snapshot from memory, and remember it as a ghost unless it stays on disk."""
         self.counters.num_evicted += 1
-        self.lineages.evicted(node)
+        self.lineages.count_unused(node)
         file = self.file_of(node.digest)
         if file is None:
             self.lineages.remember(node, "evicted")
@@ -296,7 +296,7 @@ class SnapshotStore:
         self.num_in_memory -= 1
         self.num_bytes -= node.state_bytes
         node.snapshot = None
-        self._loose.add(node)
+        self._stateless.add(node)
         self._free_unneeded(node)
 
     def prune(self) -> None:
@@ -319,13 +319,21 @@ class SnapshotStore:
         for node in (node for owned in self._owned.values() for node in owned):
             node.owner = None
         self.num_bytes = self.num_in_memory = 0
-        for nodes in (self._nodes, self._lengths, self.pinned, self._loose, self._in_use, self._owned, self.lineages):
+        for nodes in (
+            self._nodes,
+            self._lengths,
+            self.pinned,
+            self._stateless,
+            self._in_use,
+            self._owned,
+            self.lineages,
+        ):
             nodes.clear()
 
     def integrity_error(self) -> str | None:
         """Return the first inconsistency found while no prompt is being prefilled; None without one."""
         in_memory = [node for node in self._nodes.values() if node.snapshot is not None]
-        segments, lengths = [*in_memory, *self._loose], {tenant: Counter[int]() for tenant in self._lengths}
+        segments, lengths = [*in_memory, *self._stateless], {tenant: Counter[int]() for tenant in self._lengths}
         num_bytes = sum(n.segment_bytes + (n.state_bytes if n.snapshot is not None else 0) for n in segments)
         dependents = Counter(node.parent for node in segments if node.parent is not None)
         in_lineages = sum(len(lineage.nodes) for lineage in {node.lineage for node in self._nodes.values()})
@@ -337,7 +345,7 @@ class SnapshotStore:
             return "a snapshot is still lent to a row"
         if any(node.num_dependents != dependents[node] for node in segments):
             return "the number of dependents of a snapshot is wrong"
-        if any(node.snapshot is not None or not node.num_dependents for node in self._loose):
+        if any(node.snapshot is not None or not node.num_dependents for node in self._stateless):
             return "a KV segment that outlives its snapshot has a snapshot or no dependents"
         if self._in_use:
             return "a snapshot is still used by a prompt"
@@ -382,8 +390,8 @@ class SnapshotStore:
 
     def _free_unneeded(self, node: SnapshotNode | None) -> None:
         """Free the KV segments of a node and its ancestors, up to the first that is still needed."""
-        while node is not None and node in self._loose and not node.num_dependents:
-            self._loose.remove(node)
+        while node is not None and node in self._stateless and not node.num_dependents:
+            self._stateless.remove(node)
             self._set_owner(node, None, 0)
             parent, node.parent, node.segment = node.parent, None, None
             node = parent

@@ -83,8 +83,8 @@ class DraftReuse:
             parent = before = None
         snapshot = take(cache, None, len(key), None if before is None else before.segment)
         digest, now = key.digest(), time.monotonic()
-        in_front = None if parent is None else parent.digest
-        node = SnapshotNode(digest, key, kind, in_front, PromptOrigin(), pinned=False, created_s=now, used_s=now)
+        base_digest = None if parent is None else parent.digest
+        node = SnapshotNode(digest, key, kind, base_digest, PromptOrigin(), pinned=False, created_s=now, used_s=now)
         return digest if self._memory.add(node, snapshot, parent) is not None else None
 
     def forget(self, digest: str) -> None:

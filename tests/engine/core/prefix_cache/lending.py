@@ -159,7 +159,7 @@ class Engine(Driver):
         return self.core.prefixes.store
 
     def nodes(self) -> list[SnapshotNode]:
-        return [*(node for node in self.cache.nodes() if node.snapshot is not None), *self.cache._loose]
+        return [*(node for node in self.cache.nodes() if node.snapshot is not None), *self.cache._stateless]
 
     def lent(self) -> dict[str, list[int]]:
         """Where segments end whose keys and values are in rows, by row id."""
@@ -194,7 +194,7 @@ class Engine(Driver):
             held_bytes += node.segment_bytes + (node.state_bytes if node.snapshot is not None else 0)
             if segment.is_lent:
                 is_where_it_says = node.owner is not None and runner.holder.get(segment) == node.owner
-                assert is_where_it_says or not cache.nodes_behind(node), "it is lost"
+                assert is_where_it_says or not cache.nodes_that_need(node), "it is lost"
                 assert node.segment_bytes == 0
             elif node.owner is None:
                 assert node.segment_bytes == BYTES_PER_TOKEN * segment.num_own

@@ -443,13 +443,13 @@ def test_the_return_of_a_row_takes_time_linear_in_the_number_of_snapshots(monkey
     shelf = Shelf(*range(10, 3010, 10))
     others = [shelf.store(tokens(100 + i, 20), None) for i in range(100)]
     shelf.move("r", shelf.nodes[-1])
-    walks, nodes_behind = list[Any](), SnapshotStore.nodes_behind
+    walks, nodes_that_need = list[Any](), SnapshotStore.nodes_that_need
 
     def counted(store: SnapshotStore, node: Any) -> set[SnapshotNode]:
         walks.append(node)
-        return nodes_behind(store, node)
+        return nodes_that_need(store, node)
 
-    monkeypatch.setattr(SnapshotStore, "nodes_behind", counted)
+    monkeypatch.setattr(SnapshotStore, "nodes_that_need", counted)
     returning = shelf.drop("r")
     assert len(returning["r"]) == len(shelf.nodes) and len(others) == 100
     assert len(walks) == 1, "a walk visits each node once"

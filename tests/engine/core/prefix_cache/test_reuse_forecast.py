@@ -5,7 +5,7 @@ import pytest
 from engine.core.prefix_cache.node import Lineage
 from engine.core.prefix_cache.reuse_forecast import FIRST_INTERVAL_S, ReuseForecast, odds_key
 
-NEW = ("turn", "tip", 0)
+NEW = ("turn", "leaf", 0)
 
 
 def test_a_lineage_without_history_has_the_mean_interval_of_the_others():
@@ -27,7 +27,7 @@ def test_a_long_pause_does_not_change_the_forecast_of_a_quick_conversation():
 def test_the_rate_falls_while_a_lineage_is_overdue_and_the_probability_after_a_long_pause():
     forecast, talk = ReuseForecast(), Lineage()
     forecast.returned(talk, 10)
-    key = odds_key("turn", "tip", talk)
+    key = odds_key("turn", "leaf", talk)
     rates = [forecast.rate(talk, key, now) for now in (11, 20, 30, 110)]
     assert rates == pytest.approx([0.08, 0.08, 0.04, 0.008])
     assert [forecast.probability(talk, key, now) for now in (11, 610, 6010)] == pytest.approx([0.8, 0.8, 0.08])
@@ -39,10 +39,10 @@ def test_the_reuse_probability_follows_recent_outcomes_of_each_kind():
         forecast.unused(NEW)
     rare = forecast.probability(lineage, NEW, 0)
     assert rare < 0.02
-    forecast.regret(NEW)
+    forecast.undo_unused(NEW)
     forecast.used(NEW)
     assert forecast.probability(lineage, NEW, 0) > rare
     for _ in range(200):
         forecast.used(NEW)
     assert forecast.probability(lineage, NEW, 0) > 0.9, "it is not what happened long ago that counts"
-    assert forecast.probability(lineage, ("prompt", "tip", 0), 0) == 0.5, "each kind has its own"
+    assert forecast.probability(lineage, ("prompt", "leaf", 0), 0) == 0.5, "each kind has its own"

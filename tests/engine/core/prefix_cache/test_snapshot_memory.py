@@ -115,7 +115,7 @@ def test_snapshots_of_prompt_ends_that_the_next_turn_lacks_are_counted_as_unused
     talk = engine.conversation(100)
     for _ in range(5):
         engine.turn(talk, 5, generation=4)
-    kinds = [entry.kind for entry in engine.cache.nodes() if entry.given_up_as is not None]
+    kinds = [entry.kind for entry in engine.cache.nodes() if entry.counted_unused_as is not None]
     assert kinds.count("prompt") == 4
     last = entry_of(engine, talk)
     assert last is not None and last.lineage.num_returns == 4
