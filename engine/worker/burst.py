@@ -7,6 +7,7 @@ same number of tokens. Each prompt gets the caches that it would get alone.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -41,19 +42,33 @@ ROUNDING = 0.05
 _Library: Any = ArraysCache  # some families write their states only into instances of it
 
 
+@dataclass(frozen=True)
+class Forward:
+    """The rows of a shared forward."""
+
+    lengths: Sequence[int]
+    """How many tokens of the forward are each prompt's own, at least 0."""
+    as_offset: bool
+    """See kv_cache.Cursor."""
+
+    @cached_property
+    def own(self) -> mx.array | None:
+        """`lengths` as int32 [B]; None if no token is padding."""
+        return mx.array(list(self.lengths), mx.int32) if min(self.lengths) < max(self.lengths) else None
+
+
 class BurstAttention:
     """One attention layer of all prompts: each appends to its own cache, and attention sees them padded.
 
     Args:
         caches: The prompts' caches: of all tokens, or of a sliding window.
-        lengths: How many tokens of the forward are each prompt's own, at least 0.
-        as_offset: See kv_cache.Cursor.
+        forward: The forward.
     """
 
-    def __init__(self, caches: Sequence[Any], lengths: Sequence[int], as_offset: bool):
+    def __init__(self, caches: Sequence[Any], forward: Forward):
         self._caches = caches
-        self._lengths = lengths
-        self._as_offset = as_offset
+        self._lengths = forward.lengths
+        self._as_offset = forward.as_offset
         self._starts = [cache.offset for cache in caches]
         self._window = kind_of(caches[0]).window(caches[0])
         if self._window:
@@ -156,14 +171,10 @@ class BurstPoolInputs(BurstAttention):
         return kv, gate, first, [(start + new) // ratio - start // ratio for start, new in pairs]
 
 
-ATTENTION: dict[type, type[BurstAttention]] = {ChunkedCache: BurstChunks, PoolInputs: BurstPoolInputs}
-"""Class of a row's cache -> the layer of all prompts, where it is a special one."""
-
-
 class BurstPool:
     """The entries of all prompts' pools: each appends its own, and attention sees them padded."""
 
-    def __init__(self, caches: Sequence[PooledCache]):
+    def __init__(self, caches: Sequence[PooledCache], forward: Forward):
         self._caches = caches
 
     def write(self, entries: mx.array, num_complete: Sequence[int]) -> mx.array:
@@ -181,11 +192,10 @@ class BurstStates(_Library):
 
     left_padding = None
 
-    def __init__(self, caches: Sequence[ArraysCache], lengths: Sequence[int], own: mx.array | None):
-        """Wrap the prompts' caches. own: `lengths` int32 [B] if any of the tokens are padding, else None."""
+    def __init__(self, caches: Sequence[ArraysCache], forward: Forward):
         self._caches = caches
-        self._own = own
-        self._num_own = lengths
+        self._own = forward.own
+        self._num_own = forward.lengths
 
     @property
     def lengths(self) -> mx.array | None:
@@ -226,6 +236,15 @@ class BurstStates(_Library):
         output, state = update(self[index], None)[:2]
         self[index] = state
         return output, state
+
+
+LAYERS: dict[type, Callable[[Sequence[Any], Forward], Any]] = {
+    ArraysCache: BurstStates,
+    PooledCache: BurstPool,
+    ChunkedCache: BurstChunks,
+    PoolInputs: BurstPoolInputs,
+}
+"""Class of a row's cache -> the layer of all prompts; BurstAttention for all others."""
 
 
 class BurstPrefill:
@@ -383,16 +402,8 @@ def _nearly_equal(one: mx.array, other: mx.array) -> bool:
 
 def _layers(caches: Sequence[SequenceCache], lengths: Sequence[int], as_offset: bool) -> list[Any]:
     """Combine the prompts' caches, layer by layer. as_offset: see kv_cache.Cursor."""
-    own = mx.array(list(lengths), mx.int32) if min(lengths) < max(lengths) else None
-
-    def combined(layers: Sequence[Any]) -> Any:
-        if (kind := type(layers[0])) is ArraysCache:
-            return BurstStates(layers, lengths, own)
-        if kind is PooledCache:
-            return BurstPool(layers)
-        return ATTENTION.get(kind, BurstAttention)(layers, lengths, as_offset)
-
-    return [combined(layers) for layers in zip(*caches, strict=True)]
+    forward = Forward(lengths, as_offset)
+    return [LAYERS.get(type(rows[0]), BurstAttention)(rows, forward) for rows in zip(*caches, strict=True)]
 
 
 def _padded(rows: Sequence[np.ndarray], padding: int = 0) -> np.ndarray:

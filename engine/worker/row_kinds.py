@@ -1,7 +1,7 @@
 """Kinds of one row's caches, and how their state is read and set: keys and values, a window of them, or a state.
 
 Snapshots, prompts and decode groups ask the kind. A further one is a class here, a layer of decode groups (`LAYERS` in
-kv_cache.py), a layer of shared forwards (`_layers` in burst.py), and the library's classes that it serves (`SERVED` in
+kv_cache.py), a layer of shared forwards (`LAYERS` in burst.py), and the library's classes that it serves (`SERVED` in
 layer_caches.py).
 """
 
