@@ -1,12 +1,32 @@
-"""What is known of one proposer: its configuration, the acceptance of its drafts, its watchdog. Pure."""
+"""ProposerRecord: one proposer's configuration, the acceptance of its drafts by depth, and its watchdog. Pure."""
 
+import logging
+from collections import deque
 from collections.abc import Collection
 from typing import Any, Literal
 
 from engine.config import DraftLimits, EngineConfig
-from engine.core.acceptance_watchdog import AcceptanceWatchdog
-from engine.core.draft_figures import AcceptanceRates
 from engine.core.runner import SELECTIVE, Drafts, Proposer, RowOutput
+
+log = logging.getLogger("orchard.engine")
+
+ASSUMED_ACCEPTANCE, DEPTH_DECAY = 0.8, 0.9
+"""Prior acceptance of the first draft token, and the factor from each depth to the next. Heads of released models
+reach 0.7 to 0.9 at the first draft (DeepSeek-V3 report, arXiv 2412.19437: 0.85 to 0.90), and less where a head reads
+its own output."""
+ASSUMED_ROWS = 4.0
+"""Weight of the prior, in rows of a step."""
+ACCEPTANCE_ROWS = 128
+"""Rows of steps over which acceptance is averaged, at least 8 steps of the batch."""
+RECENT_ROWS, MAX_CHANGE = 12, 0.35
+"""When the average over RECENT_ROWS differs from the long one by more than MAX_CHANGE, the text has changed and the
+long average is reset to it."""
+UNSEEN_STEPS = 512
+"""After this many steps without drafts of a depth, its measurements have half their weight."""
+
+WATCHDOG_ROUNDS, WATCHDOG_ACCEPTANCE, WATCHDOG_PAUSE = 64, 0.2, 1024
+"""The watchdog trips when less than WATCHDOG_ACCEPTANCE of the drafts of WATCHDOG_ROUNDS were accepted. Drafting pauses
+for WATCHDOG_PAUSE rounds then, twice as long each time."""
 
 Mode = Literal["auto", "off"] | DraftLimits
 
@@ -18,6 +38,127 @@ def modes_of(config: EngineConfig) -> dict[Proposer, Mode]:
         "draft_model": "off" if config.draft_model is None else config.draft_model.limits,
         "prompt_lookup": config.prompt_lookup,
     }
+
+
+class AcceptanceRates:
+    """The acceptance rate at each depth, given that all shallower drafts were accepted.
+
+    It is an average over all rows of all batches.
+    """
+
+    def __init__(self, max_draft_tokens: int):
+        self._mean: list[float | None] = [None] * max_draft_tokens
+        self._recent = [0.0] * max_draft_tokens
+        self._weight = [0.0] * max_draft_tokens
+        self._unseen = [0] * max_draft_tokens  # steps
+
+    @property
+    def by_depth(self) -> list[float | None]:
+        """Measured rates; None where nothing was drafted."""
+        return list(self._mean)
+
+    def record(self, num_drafted: int, num_accepted: list[int]) -> None:
+        """Learn from one round.
+
+        Args:
+            num_drafted: Draft tokens per row.
+            num_accepted: Accepted draft tokens of each row.
+        """
+        for depth in range(len(self._mean)):
+            reached = sum(n >= depth for n in num_accepted) if depth < num_drafted else 0
+            if reached:
+                self._add(depth, sum(n > depth for n in num_accepted) / reached, reached)
+            else:
+                self._unseen[depth] += 1
+
+    def expected_tokens(self, optimistic_beyond: int | None = None) -> list[float]:
+        """Return the expected tokens per row and step with 0, 1, 2, ... drafts.
+
+        Args:
+            optimistic_beyond: Number of drafts; acceptance at deeper ones is estimated optimistically, within what was
+                measured. None: nowhere.
+        """
+        expected, before, all_hold = [1.0], ASSUMED_ACCEPTANCE / DEPTH_DECAY, 1.0
+        for depth, mean in enumerate(self._mean):
+            is_hoped = optimistic_beyond is not None and depth >= optimistic_beyond
+            assumed = 1.0 if is_hoped else DEPTH_DECAY * before
+            weight = self._worth(depth) if is_hoped else self._weight[depth]
+            before = (weight * (mean or 0.0) + ASSUMED_ROWS * assumed) / (weight + ASSUMED_ROWS)
+            all_hold *= before
+            expected.append(expected[-1] + all_hold)
+        return expected
+
+    def _worth(self, depth: int) -> float:
+        return self._weight[depth] / (1 + self._unseen[depth] / UNSEEN_STEPS)
+
+    def _add(self, depth: int, new: float, num_rows: int) -> None:
+        before, weight = self._mean[depth], min(self._worth(depth), max(ACCEPTANCE_ROWS, 8 * num_rows))
+        mean = new if before is None else before + (new - before) * num_rows / (weight + num_rows)
+        recent = self._recent[depth] + (new - self._recent[depth]) * num_rows / (min(weight, RECENT_ROWS) + num_rows)
+        if abs(recent - mean) > MAX_CHANGE:
+            mean, weight = recent, RECENT_ROWS
+        self._mean[depth], self._recent[depth] = mean, recent
+        self._weight[depth], self._unseen[depth] = weight + num_rows, 0
+
+
+class AcceptanceWatchdog:
+    """Detects a proposer whose drafts are almost never accepted, such as a head with wrongly loaded norms."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.num_trips = 0
+        self._proposer: Proposer = proposer
+        self._window: deque[tuple[int, int]] = deque(maxlen=WATCHDOG_ROUNDS)
+        self._pause = WATCHDOG_PAUSE
+        self._num_rounds_left = 0
+
+    @property
+    def num_rounds_left(self) -> int:
+        """Rounds until drafting resumes; 0 when it is not paused."""
+        return self._num_rounds_left
+
+    def pause(self) -> None:
+        """Pause drafting; each pause is twice as long as the one before."""
+        self._window.clear()
+        self._num_rounds_left, self._pause = self._pause, 2 * self._pause
+
+    def record(self, num_drafted: int, num_accepted: int, pays: bool) -> bool:
+        """Record one round of all rows, with drafts or without.
+
+        Args:
+            num_drafted: Draft tokens of all rows.
+            num_accepted: How many of them were accepted.
+            pays: Whether drafting is measurably faster although few drafts are accepted; then it is not paused.
+
+        Returns:
+            Whether the watchdog trips.
+        """
+        if self._num_rounds_left:
+            self._num_rounds_left -= 1
+            return False
+        if not num_drafted:
+            return False
+        self._window.append((num_drafted, num_accepted))
+        if len(self._window) < WATCHDOG_ROUNDS:
+            return False
+        drafted, accepted = (sum(numbers) for numbers in zip(*self._window, strict=True))
+        if accepted >= WATCHDOG_ACCEPTANCE * drafted:
+            self._pause = WATCHDOG_PAUSE
+            return False
+        self._window.clear()
+        if pays:
+            return False
+        log.warning(
+            "%s: %d of %d draft tokens were accepted in %d rounds, fewer than %.0f %%; the next check is in %d rounds",
+            self._proposer,
+            accepted,
+            drafted,
+            WATCHDOG_ROUNDS,
+            100 * WATCHDOG_ACCEPTANCE,
+            self._pause,
+        )
+        self.num_trips += 1
+        self.pause()
+        return True
 
 
 class ProposerRecord:

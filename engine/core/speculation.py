@@ -4,7 +4,7 @@ A step with k drafts gives E(k) = 1 + sum over j <= k of (a_1 * ... * a_j) token
 of the draft at depth j when those before it were accepted (Leviathan et al. 2023, arXiv 2211.17192), and takes
 t(rows, k) seconds. `auto` uses the proposer and the k with the largest E(k) / t(rows, k) from the first step on.
 Prompt lookup has drafts for some rows only; the others get one token. Acceptance begins with a prior
-(core/draft_figures.py) and step times with those of warm-up (core/step_costs.py); both are learned over all batch sizes
+(proposer_record.py) and step times with those of warm-up (step_costs.py); both are learned over all batch sizes
 together. A choice that may be better within the uncertainty is tried for a few steps from time to time; `Trials` limits
 the tokens that this may cost.
 """
@@ -15,15 +15,63 @@ from typing import Any
 import numpy as np
 
 from engine.core.cost_model import CostModel
-from engine.core.draft_figures import AcceptanceRates
-from engine.core.draft_trials import Trials
-from engine.core.proposer_record import Mode, ProposerRecord
+from engine.core.proposer_record import AcceptanceRates, Mode, ProposerRecord
 from engine.core.runner import PLAIN, Drafts, Proposer, RowOutput
 
 MIN_GAIN = 1.03
 """Another way to draft must be this factor faster; plain decoding only needs to be faster at all."""
-HOPE = 1.5
+OPTIMISM_STD = 1.5
 """A trial assumes that a choice is faster than predicted by this many standard deviations."""
+
+
+TRIAL_STEPS, TRIAL_PAUSE = 5, 32
+"""Steps of a trial, the first of which is not timed, and steps between two trials."""
+START_CREDIT, CREDIT_RATE, MAX_CREDIT = 3.0, 0.01, 8.0
+"""Tokens per row that trials may cost: initially, as a share of generated tokens, and at most."""
+
+
+class Trials:
+    """Decides when another choice of drafts than the current one is used for a few steps, in order to learn about it.
+
+    The tokens that a trial costs are taken from a credit, which grows with the generated tokens.
+    """
+
+    def __init__(self) -> None:
+        self.choice: int | None = None
+        """Index of the choice being tried, None between trials."""
+        self._credit = START_CREDIT
+        self._num_steps = 0  # in this trial, or since the last one
+
+    @property
+    def is_due(self) -> bool:
+        return self.choice is None and self._num_steps % TRIAL_PAUSE == 0
+
+    def begin(self, choice: int, loss: float) -> None:
+        """Start a trial if the credit covers it. loss: predicted tokens lost per row and step."""
+        if min(TRIAL_STEPS * loss, MAX_CREDIT) <= self._credit:
+            self.choice, self._num_steps = choice, 0
+
+    def record(self, num_tokens: float, loss: float) -> None:
+        """Count a step.
+
+        Args:
+            num_tokens: Tokens that it gave each row.
+            loss: Tokens per row that it lost, if it was part of a trial.
+        """
+        self._num_steps += 1
+        self._credit = min(self._credit + CREDIT_RATE * num_tokens, MAX_CREDIT)
+        if self.choice is not None:
+            self._credit -= max(loss, 0.0)
+            if self._num_steps >= TRIAL_STEPS or self._credit < 0:
+                self.end()
+
+    def end(self) -> None:
+        """End the trial, if there is one, and begin the pause before the next one."""
+        self.choice, self._num_steps = None, 1
+
+    def cancel(self) -> None:
+        """End the trial, if there is one, without a new pause."""
+        self.choice = None
 
 
 class SpeculationController:
@@ -116,10 +164,10 @@ class SpeculationController:
             self._use(best, left_by_choice=bool(allowed[self._best]))
         losses = seconds * rates[self._best] - expected
         if self._trials.is_due:
-            hoped = self._expected(self._choices[self._best])
-            hoped_rates = hoped / seconds * np.exp(HOPE * self._steps.doubt(num_rows, self._best)) * allowed
-            k = int(hoped_rates.argmax())
-            if hoped_rates[k] > MIN_GAIN * rates[self._best]:
+            factor = np.exp(OPTIMISM_STD * self._steps.ratio_std(num_rows, self._best))
+            optimistic = self._expected(self._choices[self._best]) / seconds * factor * allowed
+            k = int(optimistic.argmax())
+            if optimistic[k] > MIN_GAIN * rates[self._best]:
                 self._trials.begin(k, float(losses[k]))
         tried = self._trials.choice
         chosen = self._best if tried is None or not allowed[tried] else tried

@@ -20,7 +20,7 @@ SIZES = 2 ** np.arange(8)
 
 NOISE = 0.15
 """Standard deviation of a step's log seconds around the model."""
-MAX_SURPRISE = 2.0
+MAX_RESIDUAL_STD = 2.0
 """A step that deviates from its prediction by more standard deviations is skipped: it may have waited for other work.
 If the next one deviates as well, it counts with this deviation."""
 
@@ -60,7 +60,7 @@ class StepCosts:
         self._shortest_s = max(SHORTEST_SHARE * min((t.seconds for t in step_times), default=0.0), SHORTEST_S)
         self._steps: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # rows -> interpolation, log seconds of the fit
         self.is_measured = False
-        self._is_surprised = False
+        self._was_outlier = False
         for step in step_times:
             self.record(step.num_rows, step.drafts, step.seconds)
 
@@ -72,12 +72,12 @@ class StepCosts:
         direction = self._covariance @ weights[i]
         variance = float(direction @ weights[i]) + NOISE**2
         predicted = float(base[i] + weights[i] @ self._correction)
-        surprise, most = float(np.log(max(seconds, SHORTEST_S))) - predicted, MAX_SURPRISE * variance**0.5
-        was_surprised, self._is_surprised = self._is_surprised, abs(surprise) > most
-        if self._is_surprised and not was_surprised:
+        residual, most = float(np.log(max(seconds, SHORTEST_S))) - predicted, MAX_RESIDUAL_STD * variance**0.5
+        was_outlier, self._was_outlier = self._was_outlier, abs(residual) > most
+        if self._was_outlier and not was_outlier:
             return
-        surprise = min(max(surprise, -most), most)
-        self._correction += direction * (surprise / variance)
+        residual = min(max(residual, -most), most)
+        self._correction += direction * (residual / variance)
         self._covariance -= np.outer(direction, direction / variance)
         self.is_measured = True
 
@@ -90,7 +90,7 @@ class StepCosts:
         """Predict the seconds of a step with these drafts."""
         return float(self.seconds(num_rows)[self._index[drafts]])
 
-    def doubt(self, num_rows: int, choice: int) -> np.ndarray:
+    def ratio_std(self, num_rows: int, choice: int) -> np.ndarray:
         """Return the standard deviation of log(seconds / seconds of `choices[choice]`) of each of `choices`."""
         weights, _ = self._of(num_rows)
         apart = weights - weights[choice]

@@ -1,6 +1,6 @@
 """The pauses between trials of other ways to draft."""
 
-from engine.core.draft_trials import TRIAL_PAUSE, Trials
+from engine.core.speculation import TRIAL_PAUSE, Trials
 
 
 def steps_until_due(trials: Trials) -> int:

@@ -70,22 +70,22 @@ def test_a_measured_batch_size_informs_its_neighbouring_sizes_most():
     assert ratios(costs, 1)[1] < 1.6, "which was measured itself"
 
 
-def test_doubt_grows_while_a_number_of_drafts_is_not_used_and_falls_when_it_is():
+def test_the_uncertainty_grows_while_a_number_of_drafts_is_not_used_and_falls_when_it_is():
     costs = StepCosts(MTP, WARM_UP)
     for _ in range(100):
         costs.record(1, Drafts(3), CPU(1, 3))
-    early = costs.doubt(1, 3)
+    early = costs.ratio_std(1, 3)
     for _ in range(2000):
         costs.record(1, Drafts(3), CPU(1, 3))
-    late = costs.doubt(1, 3)
+    late = costs.ratio_std(1, 3)
     assert late[0] > 1.5 * early[0] and late[3] == 0.0
     for _ in range(4):
         costs.record(1, Drafts(0), CPU(1, 0))
-    assert costs.doubt(1, 3)[0] < 0.5 * late[0]
+    assert costs.ratio_std(1, 3)[0] < 0.5 * late[0]
 
 
 def test_steps_of_zero_seconds_give_finite_costs():
     costs = StepCosts(MTP)
     for k in (0, 3) * 10:
         costs.record(500, Drafts(k), 0.0)
-    assert np.isfinite(costs.seconds(500)).all() and np.isfinite(costs.doubt(1, 0)).all()
+    assert np.isfinite(costs.seconds(500)).all() and np.isfinite(costs.ratio_std(1, 0)).all()
