@@ -191,8 +191,6 @@ class AsyncEngine:
         )
         if core is None:
             return status
-        counters = asdict(core.stats)
-        del counters["failed_steps_in_a_row"]
         return replace(
             status,
             num_running=core.scheduler.num_running,
@@ -206,7 +204,7 @@ class AsyncEngine:
             speculation=core.figures.speculation,
             capabilities=core.runner.capabilities,
             work=self._watchdog.work_in_hand(core),
-            **counters,
+            **asdict(core.stats),
         )
 
     def figures(self) -> EngineFigures:
@@ -258,7 +256,7 @@ class AsyncEngine:
         if (error := self._thread.error or self._watchdog.hang()) is not None:
             raise EngineFailed(error)
         core = self._thread.worker
-        failed = core.stats.failed_steps_in_a_row if core else 0
+        failed = core.failed_steps_in_a_row if core else 0
         if failed >= self.config.max_failed_steps:
             limit = self.config.max_failed_steps
             raise EngineFailed(f"{failed} consecutive steps failed; the limit is {limit} (max_failed_steps)")

@@ -5,14 +5,13 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from engine.config import EngineConfig
-from engine.core.stats import Stats
 from engine.errors import EngineFailed
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.pinned import pinned_requests
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, TokenChunk
 from engine.start_phase import StartPhase
-from engine.status import CacheStatus
+from engine.status import CacheStatus, EngineCounters
 
 log = logging.getLogger("orchard.engine")
 
@@ -69,7 +68,7 @@ class PinnedPrompts:
             reason = chunks[-1].error or status.off_reason or refused
             raise EngineFailed(f"{request.request_id} ({len(request.token_ids)} tokens) cannot be pinned: {reason}")
 
-    def progress(self, stats: Stats) -> float:
+    def progress(self, stats: EngineCounters) -> float:
         """Return the part of the prompts' tokens that is prefilled, 0 to 1."""
         num_tokens = sum(len(request.token_ids) for request in self._requests)
         return min(1.0, (stats.num_prompt_tokens + stats.num_cached_tokens) / num_tokens)

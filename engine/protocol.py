@@ -186,6 +186,12 @@ class SparsePlan:
     fingerprint: str
     """Hex digest of the prompt's tokens and this plan, see core/spec_prefill/plan.py."""
 
+    @property
+    def num_contiguous(self) -> int:
+        """Tokens before the first skipped one, which may be more than num_dense."""
+        gaps = np.flatnonzero(self.positions != np.arange(len(self.positions)))
+        return int(gaps[0]) if len(gaps) else len(self.positions)
+
 
 @dataclass(frozen=True)
 class Progress:

@@ -13,8 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.calls.scorer_client import NoPlan, ScorerClient
 from deployments.requests import ChatRequest, SpecPrefillReport
-from engine.core.spec_prefill.plan import ScoreRequest, find_anchors, why_unfit
-from engine.core.spec_prefill.select import CHUNK_TOKENS
+from engine.core.spec_prefill.plan import CHUNK_TOKENS, ScoreRequest, find_anchors, why_unfit
 from engine.errors import InvalidRequest
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, PrefillCost, SparsePlan

@@ -21,12 +21,12 @@ MAX_SHORT = 32
 MAX_PASSING = 8
 """How many queued prompts behind the head are considered per step when the head does not fit in memory."""
 
-PATIENCE = 10.0
-"""Valuable snapshots are evicted for a prompt after it has waited this many times its own seconds."""
+MAX_WAIT_FOR_SNAPSHOTS = 10.0
+"""A prompt waits for valuable snapshots at most this many times its own prefill time; then they are evicted for it."""
 
-MIN_WEIGH_S, WEIGH_GROWTH = 0.02, 1.1
-"""Eviction for a prompt is considered again after it has waited MIN_WEIGH_S, then each time its wait has grown by the
-factor WEIGH_GROWTH: ordering all snapshots takes milliseconds on the device thread."""
+EVICTION_CHECK_S, EVICTION_CHECK_BACKOFF = 0.02, 1.1
+"""First interval of the check whether snapshots are evicted for a prompt, and the factor by which its wait must have
+grown before the next one: ordering all snapshots takes milliseconds on the device thread."""
 
 
 class Admission:
@@ -191,16 +191,17 @@ class Admission:
     def _may_evict(self, prompt: Prompt, num_bytes: int) -> bool:
         """Return whether a prompt has waited for as long as recomputing the snapshots evicted for it would take.
 
-        It waits at most PATIENCE times its own prompt's seconds, and not at all when the engine is otherwise idle.
+        It waits at most MAX_WAIT_FOR_SNAPSHOTS times its own prompt's seconds, and not at all when the engine is
+        otherwise idle.
         """
         if self.is_idle:
             return True
         waited_s = self._queue.waited_s(prompt)
-        if waited_s >= PATIENCE * self._prompt_s(prompt, 0.0):
+        if waited_s >= MAX_WAIT_FOR_SNAPSHOTS * self._prompt_s(prompt, 0.0):
             return True
         if waited_s < prompt.reconsider_eviction_s:
             return False
-        prompt.reconsider_eviction_s = MIN_WEIGH_S + WEIGH_GROWTH * waited_s
+        prompt.reconsider_eviction_s = EVICTION_CHECK_S + EVICTION_CHECK_BACKOFF * waited_s
         return self._evictable.price(num_bytes) <= waited_s
 
     def _evict_for_group(self, prompt: Prompt) -> None:

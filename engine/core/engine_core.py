@@ -25,11 +25,11 @@ from engine.core.scheduler import Scheduler
 from engine.core.scheduler_context import SchedulerContext
 from engine.core.scheduler_output import PreemptedRows, Published, ReleasedRows
 from engine.core.speculation import SpeculationController
-from engine.core.stats import Stats
 from engine.errors import InvalidRequest
 from engine.protocol import EngineRequest
 from engine.snapshot_store.files import SnapshotFiles
 from engine.snapshot_store.snapshot_client import SnapshotClient
+from engine.status import EngineCounters
 
 log = logging.getLogger("orchard.engine")
 
@@ -38,8 +38,8 @@ DISK_WAIT_S = 0.05  # blocking wait for a snapshot from disk or another node whe
 DISK_CLOSE_S = 5.0  # on shutdown, for pending snapshot writes
 
 MIN_CHUNK_PART = 0.3
-"""Smallest share of a chunk's measured time that is charged to it, whatever the decode step in flight is predicted to
-take."""
+"""A chunk's time is measured with the decode step before it, whose predicted seconds are subtracted; at least this
+share of it is the chunk's own."""
 
 Publish = Callable[[Published], None]
 
@@ -57,6 +57,8 @@ class EngineCore:
         poll: Executes commands that have arrived meanwhile; called between two pieces of a step.
 
     Attributes:
+        stats: Counters that only the device thread writes and any thread may read.
+        failed_steps_in_a_row: The failed steps since the last one that succeeded; readable from any thread.
         figures: Figures for the status, refreshed every FIGURES_PERIOD_S; readable from any thread.
         progress: The work in progress; readable from any thread.
         quoter: Predicts the seconds of requests that may be placed here; used by one thread, which need not be this.
@@ -73,7 +75,8 @@ class EngineCore:
         peers: SnapshotClient | None = None,
         poll: Callable[["EngineCore"], None] = lambda core: None,
     ):
-        self.stats = Stats()
+        self.stats = EngineCounters()
+        self.failed_steps_in_a_row = 0
         self.progress = Progress(("decode", time.num_rows, time.drafts) for time in runner.step_times)
         self.runner = runner
         self.costs = CostModel(runner.drafts, runner.step_times, runner.chunk_times)
@@ -216,7 +219,7 @@ class EngineCore:
 
     def _snapshot_preempted(self, preempted: Sequence[PreemptedRows]) -> None:
         """Publish what the step in flight gives preempted rows, then snapshot their states."""
-        if not any(one.has_state for one in preempted):
+        if not any(one.has_begun for one in preempted):
             return
         self._decoded_s = None  # the following work must not count as decode time
         decoding = [one.rows[0] for one in preempted if one.was_decoding]
@@ -254,7 +257,7 @@ class EngineCore:
                     log.exception(failed_again, ", ".join(row_ids), extra=named(rows))
 
     def _fail_rows(self, error: str) -> Published:
-        self.stats.failed_steps_in_a_row += 1
+        self.failed_steps_in_a_row += 1
         self._decoded_s = None
         self.runner.reset()
         failed = self.scheduler.fail_rows(error)
@@ -277,7 +280,7 @@ class EngineCore:
                 self._speculation.failed()  # plain decoding may still work
             self._publish(self._fail_rows(f"decode step failed: {type(error).__name__}"))
             return
-        self.stats.failed_steps_in_a_row = 0
+        self.failed_steps_in_a_row = 0
         self._decoded_s = self._clock()
         seconds = None if began_s is None else self._decoded_s - began_s
         num_tokens = sum(len(output.token_ids) for output in outputs.values())
@@ -312,7 +315,7 @@ class EngineCore:
             return
         if has_published:
             if not self.scheduler.num_decoding:  # no decode step follows that would reset the counter
-                self.stats.failed_steps_in_a_row = 0
+                self.failed_steps_in_a_row = 0
             self._release(self.scheduler.take_released())
 
     def _begin(self, prompt: Prompt, wait_s: float = 0.0, copy_s: float = 0.0) -> bool:
@@ -431,16 +434,12 @@ class EngineCore:
             return
         failed = "prefill of %s failed after %d tokens"
         log.error(failed, row.id, prompt.num_prefilled, exc_info=error, extra=named(rows))
-        works = self._device_works(rows)
-        self.stats.failed_steps_in_a_row += not works
-        message, retry_after_s = f"prefill failed: {type(error).__name__}", None if works else retry_after.STEP_FAILED_S
-        self._publish(self.scheduler.fail_prefill(prompt, message, retry_after_s))
-
-    def _device_works(self, rows: Sequence[Row]) -> bool:
-        """Return whether a probe forward succeeds: tells a failing device from a prompt that fails by itself."""
+        works = True
         try:
-            self.runner.probe()
+            self.runner.probe()  # tells a failing device from a prompt that fails by itself
         except Exception:
             log.exception("the probe forward failed: the device does not work", extra=named(rows))
-            return False
-        return True
+            works = False
+        self.failed_steps_in_a_row += not works
+        message, retry_after_s = f"prefill failed: {type(error).__name__}", None if works else retry_after.STEP_FAILED_S
+        self._publish(self.scheduler.fail_prefill(prompt, message, retry_after_s))

@@ -1,11 +1,11 @@
 """Which prompts in progress advance in a step: order, chunk sizes, and which prompts share a forward. Pure."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from engine.core.burst import Span, burst_s, may_burst, num_together
-from engine.core.prefill_order import PrefillOrder, StepBudget
 from engine.core.prompt import Prompt
 from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts, ImageLeft, PromptChunk
@@ -15,8 +15,8 @@ MIN_IDLE_STEP_S, MAX_IDLE_STEP_S = 0.25, 1.5
 """Bounds in seconds of a step's prefill time while no row decodes: new requests and aborts wait for the end of the
 step."""
 
-FIXED_PARTS = 20
-"""Within these bounds a step lasts this many times a forward's fixed time, which is then 5 % of it."""
+IDLE_STEP_FIXED_COSTS = 20
+"""Within these bounds an idle step lasts this many fixed costs of a forward, so that these are 5 % of it."""
 
 MIN_PREFILL_TOKENS = 16
 """Fewest prompt tokens per step while rows decode, whatever else the step computes."""
@@ -28,13 +28,54 @@ CHUNK_BITS = 3
 """Significant bits of a chunk's size where time limits it: 64, 80, 96, 112, 128, 160, ... tokens. Recurring sizes reuse
 compiled kernels, graphs and allocated buffers."""
 
-MIN_FIXED_PARTS = 8
-"""After the first chunk of a step, a chunk that would neither complete its prompt nor take this many times a forward's
-fixed time is left to the next step, which may compute it in a larger chunk."""
+MIN_CHUNK_FIXED_COSTS = 8
+"""A step does not end with a small chunk: one that takes fewer fixed costs of a forward than this waits for the next
+step, which may compute it in a larger chunk, unless it completes its prompt or is the first of the step."""
 
 TIMEOUT_PART = 0.25
 """Share of step_timeout_s that a chunk of MIN_PREFILL_TOKENS may be predicted to take; a slower one gets fewer
 tokens."""
+
+
+OLDEST_SHARE = 1 / 3
+"""Share of the prefill time that the oldest prompt in progress gets while shorter ones are computed first."""
+
+OLDEST_PER_OTHER_S = OLDEST_SHARE / (1 - OLDEST_SHARE)
+"""Seconds that the oldest prompt in progress gets per second of shorter ones."""
+
+
+@dataclass(slots=True)
+class StepBudget:
+    """Tokens and seconds that prefill may still use in the current step."""
+
+    num_tokens: int = 0
+    seconds: float = 0.0
+    num_chunks: int = 0
+    """Chunks computed in this step."""
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a chunk has been computed in this step."""
+        return self.num_chunks > 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further chunk may be computed in this step; the first one ignores the time."""
+        return self.num_tokens <= 0 or (self.has_started and self.seconds <= 0)
+
+    def use(self, num_tokens: int, seconds: float) -> None:
+        """Account for one chunk or piece of an image."""
+        self.num_tokens -= num_tokens
+        self.seconds -= seconds
+        self.num_chunks += 1
+
+    def limit(self, seconds: float) -> None:
+        """Limit the remaining time."""
+        self.seconds = min(self.seconds, seconds)
+
+    def close(self) -> None:
+        """Allow no further chunk."""
+        self.num_tokens = 0
 
 
 class PrefillScheduler:
@@ -65,7 +106,8 @@ class PrefillScheduler:
         self._whole_image_token = context.whole_image_token
         self._is_encoder = context.is_encoder
         self._running = running
-        self._order = PrefillOrder(context.costs)
+        self._owed_s = 0.0  # what the oldest prompt is owed of the time
+        self._oldest: Prompt | None = None
 
     @property
     def num_rows(self) -> int:
@@ -85,11 +127,11 @@ class PrefillScheduler:
 
     def remaining_s(self, prompt: Prompt) -> float:
         """Predict the seconds until a prompt is complete when it is computed alone."""
-        return self._order.remaining_s(prompt)
+        return self._costs.prompt_s(prompt.start, prompt.end) + self.images_s(prompt)
 
     def images_s(self, prompt: Prompt) -> float:
-        """Predict the seconds until a prompt's images are encoded."""
-        return self._order.images_s(prompt)
+        """Predict the seconds until a prompt's images are encoded; its first chunk follows them."""
+        return max(0.0, sum(map(self._costs.image_s, prompt.patch_counts)) - prompt.encoded_s)
 
     def source_of(self, prompt: Prompt) -> Prompt | None:
         """Return the prompt in progress that will soon cache a longer prefix of this one than is cached now."""
@@ -98,7 +140,7 @@ class PrefillScheduler:
     def begin_step(self, drafts: Drafts) -> None:
         """Set the tokens and seconds that prefill may use in this step: decoding rows stall for at most max_stall_s."""
         self.drafts = drafts
-        self._budget.end_chunk()
+        self._budget.release_chunk()
         for prompt in self.in_progress:
             prompt.is_waiting = False
         config = self._config
@@ -119,7 +161,7 @@ class PrefillScheduler:
     @property
     def _full_step_s(self) -> float:
         """Seconds of prefill in a step while no row decodes."""
-        return min(max(FIXED_PARTS * self._costs.chunk_s(1, 0), MIN_IDLE_STEP_S), MAX_IDLE_STEP_S)
+        return min(max(IDLE_STEP_FIXED_COSTS * self._costs.chunk_s(1, 0), MIN_IDLE_STEP_S), MAX_IDLE_STEP_S)
 
     # The next chunk
 
@@ -127,14 +169,14 @@ class PrefillScheduler:
         """Choose the next prompt to advance; None if none may advance in this step.
 
         Among the most urgent prompts it is the one with the fewest seconds left, or the oldest when its share of the
-        time is due (see PrefillOrder). If that prompt has not begun, and another prompt in progress will soon cache a
+        time is due. If that prompt has not begun, and another prompt in progress will soon cache a
         prefix of it, the other one advances instead.
         """
         if not (ready := self._ready()):
             return None
-        chosen = self._order.choose(ready, self._full_step_s)
+        chosen = self._shortest_or_oldest(ready, self._full_step_s)
         if not chosen.has_started and (source := self.source_of(chosen)) is not None:
-            is_soon = self._order.images_s(source) <= self._order.remaining_s(chosen)
+            is_soon = self.images_s(source) <= self.remaining_s(chosen)
             return source if is_soon else chosen
         return chosen
 
@@ -148,12 +190,12 @@ class PrefillScheduler:
         if (in_time := self._tokens_in_time(prompt.num_prefilled)) < wanted:
             wanted = _rounded_down(in_time)
         if wanted < left and step.has_started:  # the next step could compute these tokens in a larger chunk
-            min_s = MIN_FIXED_PARTS * self._costs.chunk_s(1, prompt.num_prefilled)
+            min_s = MIN_CHUNK_FIXED_COSTS * self._costs.chunk_s(1, prompt.num_prefilled)
             is_short = wanted < MIN_PREFILL_TOKENS or self._costs.chunk_s(wanted, prompt.num_prefilled) < min_s
             if is_short or self._is_encoder:
                 step.close()
                 return 0
-        self._budget.end_chunk()
+        self._budget.release_chunk()
         wanted = self._undivided(prompt, max(wanted, 1))
         num_tokens = self._budget.reserve_chunk(prompt, wanted)
         if num_tokens < wanted:
@@ -198,7 +240,7 @@ class PrefillScheduler:
         computed = [chunk.prompt for chunk in chunks]
         for prompt in self.in_progress:
             if prompt in computed:
-                self._order.record(prompt, seconds / len(chunks))
+                self._record_share(prompt, seconds / len(chunks))
 
     def record_image(self, prompt: Prompt, image: ImageLeft, num_blocks: int, seconds: float, device_s: float) -> None:
         """Account for a piece of an image of this prompt. seconds, device_s: see `record`."""
@@ -207,7 +249,7 @@ class PrefillScheduler:
         for row in prompt.rows:
             row.record.encoded(image.num_patches, seconds, is_new=image.num_blocks == image.depth)
         self.step.use(0, seconds)
-        self._order.record(prompt, seconds)
+        self._record_share(prompt, seconds)
         self._costs.record_image(image.num_patches, num_blocks / image.depth, device_s)
 
     def _undivided(self, prompt: Prompt, num_tokens: int) -> int:
@@ -224,6 +266,29 @@ class PrefillScheduler:
         if self._config.scheduler.policy == "priority":
             ready = [one for one in ready if not any(other.is_before(one) for other in ready)]
         return ready
+
+    def _shortest_or_oldest(self, prompts: Sequence[Prompt], chunk_s: float) -> Prompt:
+        """Choose among prompts of equal priority, given in the order of their admission.
+
+        Args:
+            prompts: At least one prompt in progress.
+            chunk_s: Seconds of a chunk. The oldest prompt is chosen once it is owed this much, unless the shortest
+                prompt needs less than this.
+        """
+        oldest = prompts[0]
+        if oldest is not self._oldest:
+            self._oldest, self._owed_s = oldest, 0.0
+        shortest = min(prompts, key=self.remaining_s)
+        if shortest is not oldest and self._owed_s >= chunk_s and self.remaining_s(shortest) > chunk_s:
+            return oldest
+        return shortest
+
+    def _record_share(self, prompt: Prompt, seconds: float) -> None:
+        """Account for seconds spent on this prompt, of which the oldest one is owed its share."""
+        if prompt is self._oldest:
+            self._owed_s = max(0.0, self._owed_s - seconds)
+        elif self._oldest is not None:
+            self._owed_s += seconds * OLDEST_PER_OTHER_S
 
     def _tokens_in_time(self, start: int) -> int:
         """Return how many tokens after `start` fit into the remaining time of the step."""

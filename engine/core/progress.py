@@ -31,14 +31,14 @@ class Work:
 
     def is_late(self, seconds: float) -> bool:
         """Return whether it takes much longer than predicted, given its `seconds` so far."""
-        return seconds > self._patience * max(MIN_LATE_S, LATE_FACTOR * self.predicted_s)
+        return seconds > self._factor * max(MIN_LATE_S, LATE_FACTOR * self.predicted_s)
 
     def limit_s(self, timeout_s: float) -> float:
         """Return the seconds after which the device is considered hung. timeout_s: see EngineConfig.step_timeout_s."""
-        return self._patience * max(timeout_s, LOST_FACTOR * self.predicted_s)
+        return self._factor * max(timeout_s, LOST_FACTOR * self.predicted_s)
 
     @property
-    def _patience(self) -> float:
+    def _factor(self) -> float:
         return FIRST_FACTOR if self.is_first else 1.0
 
 

@@ -1,10 +1,13 @@
 """Prompt: what a request's choices compute together, from the queue until they decode."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from engine.core.prefix_cache.session import PrefixCacheSession
 from engine.core.row import Row
 from engine.core.virtual_token_counter import OUTPUT_WEIGHT, PROMPT_WEIGHT
+
+if TYPE_CHECKING:
+    from engine.core.prefix_cache.restorer import PrefixCacheSession
 
 USUAL_ANSWER = 256
 """Assumed tokens of an answer, where only relative costs matter: fairness, grouping, eviction."""
@@ -42,7 +45,7 @@ class Prompt:
     """Computed tokens that are in its cache, those from the prefix cache included; the same for each row."""
     num_expected: int = 0
     """Tokens that the prefix cache would have served at the last lookup before the prompt has begun."""
-    session: PrefixCacheSession | None = None
+    session: "PrefixCacheSession | None" = None
     """Its use of the prefix cache; None before it begins, and without any."""
     is_waiting: bool = False
     """Whether its snapshot is being fetched or read from disk: it is not chosen again in this step."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from engine.core.prefix_cache.prompt_key import PromptKey
-from engine.core.spec_prefill.plan import num_contiguous
 from engine.core.timeline_recorder import TimelineRecorder
 from engine.protocol import EngineRequest, FinishReason, SamplingParams, choice_seed
 from engine.timeline import RowTimeline
@@ -116,8 +115,8 @@ class Row:
         if self.spec.sparse is None:
             return None
         num_input = len(self.spec.token_ids)
-        given_out = np.arange(num_input, num_input + len(self.output_token_ids), dtype=np.int32)
-        return np.concatenate([self.spec.sparse.positions, given_out])
+        output_positions = np.arange(num_input, num_input + len(self.output_token_ids), dtype=np.int32)
+        return np.concatenate([self.spec.sparse.positions, output_positions])
 
     @property
     def num_input_tokens(self) -> int:
@@ -144,7 +143,7 @@ class Row:
         """Tokens of the request's own prompt before the first skipped one."""
         if self.spec.sparse is None:
             return len(self.spec.token_ids)
-        return num_contiguous(self.spec.sparse.positions)
+        return self.spec.sparse.num_contiguous
 
     def end_timeline(self, now: float, reason: FinishReason) -> RowTimeline:
         """Set `timeline`, and return it."""

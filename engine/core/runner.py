@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from engine.core.memory.costs import MemoryCosts
 from engine.core.prefix_cache.node import KVSegment, Snapshot
-from engine.core.prompt import Prompt
 from engine.core.row import Row
 from engine.protocol import TokenLogprobs
+
+if TYPE_CHECKING:
+    from engine.core.prompt import Prompt
 
 NO_TOKEN = -1
 """Stands for a token where the logits are not finite."""
@@ -111,7 +113,7 @@ class PromptChunk:
     """At least 1, and at most the remaining tokens of the prompt."""
 
     @property
-    def prompt(self) -> Prompt:
+    def prompt(self) -> "Prompt":
         return self.row.prompt
 
 

@@ -1,6 +1,7 @@
 """The life cycle of rows: queued, admitted, prefilling, decoding, preempted, finished. Pure; touches no array."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from engine import retry_after
 from engine.core.admission import Admission
@@ -13,11 +14,11 @@ from engine.core.row import Row, RowState, by_prompt
 from engine.core.runner import NO_TOKEN, PLAIN, Drafts, PrefillOutput, RowOutput
 from engine.core.scheduler_context import SchedulerContext
 from engine.core.scheduler_output import PreemptedRows, Published, ReleasedRows
-from engine.core.stats import Stats
-from engine.core.timeline_recorder import Load, TimelineRecorder
+from engine.core.timeline_recorder import TimelineRecorder
 from engine.core.virtual_token_counter import VirtualTokenCounter
 from engine.protocol import FinishReason, TokenChunk
-from engine.timeline import PreemptionReason
+from engine.status import EngineCounters
+from engine.timeline import PreemptionReason, Queued
 
 
 class Scheduler:
@@ -36,7 +37,7 @@ class Scheduler:
         figures: Histograms and counters over the rows that have ended.
     """
 
-    def __init__(self, context: SchedulerContext, stats: Stats):
+    def __init__(self, context: SchedulerContext, stats: EngineCounters):
         self._config = context.config
         self._clock = context.clock
         self._evictable = context.evictable
@@ -92,10 +93,10 @@ class Scheduler:
             arrived_s: When the request arrived, on the scheduler's clock; None for now.
         """
         assert 1 <= len(rows) <= self._config.max_running
-        spec, now, load = rows[0].spec, self._clock(), self._load()
+        spec, now, phase = rows[0].spec, self._clock(), self._queued()
         for row in rows:
             row.record = TimelineRecorder(now if arrived_s is None else arrived_s, row.matcher is not None)
-            row.record.queued(now, load)
+            row.record.queued(now, replace(phase))
         self._rows[spec.request_id] = list(rows)
         self._shares.opened(spec.client, len(rows))
         if not spec.progress:
@@ -149,7 +150,7 @@ class Scheduler:
 
     def _requeue(self, victim: Victim, reason: PreemptionReason | None = None) -> list[Row]:
         """Return a victim's rows to the queue, and return them. reason: None if they are not preempted for others."""
-        now, load = self._clock(), self._load()
+        now, phase = self._clock(), self._queued()
         if isinstance(victim, Prompt):
             rows, arrived_s = list(victim.rows), victim.arrived_s
             victim.row.num_restarts += victim.has_started and not victim.row.num_cached
@@ -160,7 +161,7 @@ class Scheduler:
             del self._running[victim.id]
         self._released.preempted.append(released)
         for row in rows:
-            row.record.queued(now, load, reason)
+            row.record.queued(now, replace(phase, preempted_by=reason))
             num_computed = row.num_tokens if released.was_decoding else row.prompt.num_prefilled
             row.num_charged = max(row.num_charged, num_computed)
             row.state = RowState.WAITING
@@ -311,8 +312,14 @@ class Scheduler:
                 prompt = self._preempt_or_backfill(prompt) if may_preempt else None
             if prompt is None:
                 return
-            self._start_prefill(prompt)
-            if any(one.has_state for one in self._released.preempted):
+            self.queue.remove_admitted(prompt)
+            prompt.is_protected |= self.queue.waited_s(prompt) >= self._config.scheduler.ageing_s
+            now = self._clock()
+            for row in prompt.rows:
+                row.state = RowState.PREFILL
+                row.record.admitted(now)
+            self.prefills.add(prompt)
+            if any(one.has_begun for one in self._released.preempted):
                 return  # preempted rows must be dropped before they can be admitted again
 
     def _preempt_or_backfill(self, head: Prompt) -> Prompt | None:
@@ -324,16 +331,6 @@ class Scheduler:
             return prompt
         return None if victims else self._admission.choose_backfill(head)
 
-    def _start_prefill(self, prompt: Prompt) -> None:
-        """Admit a prompt whose memory is reserved, and begin its prefill."""
-        self.queue.remove_admitted(prompt)
-        prompt.is_protected |= self.queue.waited_s(prompt) >= self._config.scheduler.ageing_s
-        now = self._clock()
-        for row in prompt.rows:
-            row.state = RowState.PREFILL
-            row.record.admitted(now)
-        self.prefills.add(prompt)
-
     def _take(self, row: Row, output: RowOutput, now: float, is_step: bool = True) -> TokenChunk:
         """Apply the output of a decode step, or of a prefill, to its row; return the chunk to publish at `now`."""
         if output.error is not None:
@@ -344,7 +341,12 @@ class Scheduler:
             self._stats.num_finished += 1
             self._remove(row, FinishReason.STOP)
             return _last_chunk(row, FinishReason.STOP, embedding=output.embedding)
-        new, reason = _appended(row, output.token_ids)
+        num_before, reason = len(row.output_token_ids), None
+        for token_id in output.token_ids:
+            reason = FinishReason.ERROR if token_id == NO_TOKEN else row.append(token_id)
+            if reason is not None:
+                break
+        new = tuple(row.output_token_ids[num_before:])
         num_accepted = min(output.num_accepted, len(new))
         if is_step:
             row.record.stepped(len(new), output.num_drafted, num_accepted, self.prefills.total_s)
@@ -381,9 +383,14 @@ class Scheduler:
             self._remove(row, FinishReason.ERROR)
         return {row.id: _last_chunk(row, FinishReason.ERROR, error, retry_after_s) for row in rows}
 
-    def _load(self) -> Load:
-        num_tokens = sum(prompt.end - prompt.start for prompt in self.prefills.in_progress)
-        return Load(len(self.queue), len(self._running), num_tokens, self.expected_wait_s())
+    def _queued(self) -> Queued:
+        """Return the phase that a row in the queue begins now, with what is known of its wait."""
+        return Queued(
+            num_ahead=len(self.queue),
+            num_decoding=len(self._running),
+            num_prompt_tokens=sum(prompt.end - prompt.start for prompt in self.prefills.in_progress),
+            expected_s=self.expected_wait_s(),
+        )
 
     def _remove(self, row: Row, reason: FinishReason) -> None:
         self.figures.ended(row, row.end_timeline(self._clock(), reason))
@@ -422,13 +429,3 @@ def _last_chunk(
         embedding=embedding,
         timeline=row.timeline,
     )
-
-
-def _appended(row: Row, token_ids: Sequence[int]) -> tuple[tuple[int, ...], FinishReason | None]:
-    """Append tokens to a row until it finishes; return those that were kept, and the finish reason."""
-    num_before, reason = len(row.output_token_ids), None
-    for token_id in token_ids:
-        reason = FinishReason.ERROR if token_id == NO_TOKEN else row.append(token_id)
-        if reason is not None:
-            break
-    return tuple(row.output_token_ids[num_before:]), reason

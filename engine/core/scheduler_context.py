@@ -6,8 +6,7 @@ from typing import Protocol
 
 from engine.config import EngineConfig
 from engine.core.cost_model import CostModel
-from engine.core.memory.budget import MemoryBudget
-from engine.core.memory.evictable import Evictable
+from engine.core.memory.budget import Evictable, MemoryBudget
 from engine.core.prompt import Prompt
 from engine.core.row import Row
 

@@ -25,7 +25,7 @@ class PreemptedRows:
     """Whether the prompt was computed: a step in flight may still give the row tokens."""
 
     @property
-    def has_state(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether the runner has computed any of it."""
         return self.was_decoding or self.prompt.has_started
 

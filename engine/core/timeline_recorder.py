@@ -1,7 +1,5 @@
 """Records the phases of a row while it is in the engine."""
 
-from dataclasses import dataclass
-
 from engine.cache_miss import CacheMiss
 from engine.timeline import (
     MAX_PHASES,
@@ -10,20 +8,9 @@ from engine.timeline import (
     EncodedImage,
     Obstacle,
     Phase,
-    PreemptionReason,
     Prefilled,
     Queued,
 )
-
-
-@dataclass(frozen=True)
-class Load:
-    """The load of the engine when a row is queued; see Queued."""
-
-    num_ahead: int = 0
-    num_decoding: int = 0
-    num_prompt_tokens: int = 0
-    expected_s: float | None = None
 
 
 class TimelineRecorder:
@@ -46,19 +33,10 @@ class TimelineRecorder:
         self._decoded: Decoded | None = None  # the last phase of this kind: a step may end after a preemption
         self._stall_base_s = 0.0
 
-    def queued(self, now: float, load: Load, preempted_by: PreemptionReason | None = None) -> None:
-        """Begin to wait in the queue."""
-        self.num_preemptions += preempted_by is not None
-        self._begin(
-            now,
-            Queued(
-                num_ahead=load.num_ahead,
-                num_decoding=load.num_decoding,
-                num_prompt_tokens=load.num_prompt_tokens,
-                expected_s=load.expected_s,
-                preempted_by=preempted_by,
-            ),
-        )
+    def queued(self, now: float, phase: Queued) -> None:
+        """Begin to wait in the queue. phase: its own, which changes from now on."""
+        self.num_preemptions += phase.preempted_by is not None
+        self._begin(now, phase)
 
     def blocked(self, obstacle: Obstacle) -> None:
         """Note why the row could not be admitted now."""

@@ -20,7 +20,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from engine.core import admission, prefill_order, prefill_scheduler
+from engine.core import admission, prefill_scheduler
 from engine.core.prefix_cache import eviction, lineages, reuse_forecast, snapshot_memory, snapshot_taker
 from engine.core.prompt import Prompt
 from tests.benchmarks.agents_sim import LOADS, Load, Together, figures
@@ -84,12 +84,12 @@ def _together(*changes: Callable[[], None]) -> Callable[[], None]:
     return change
 
 
-def _first_come(order: prefill_order.PrefillOrder, prompts: Sequence[Prompt], chunk_s: float) -> Prompt:
+def _first_come(part: prefill_scheduler.PrefillScheduler, prompts: Sequence[Prompt], chunk_s: float) -> Prompt:
     return prompts[0]
 
 
-def _shortest(order: prefill_order.PrefillOrder, prompts: Sequence[Prompt], chunk_s: float) -> Prompt:
-    return min(prompts, key=order.remaining_s)
+def _shortest(part: prefill_scheduler.PrefillScheduler, prompts: Sequence[Prompt], chunk_s: float) -> Prompt:
+    return min(prompts, key=part.remaining_s)
 
 
 def _backfill_until_aged(part: admission.Admission, head: Any) -> Any:
@@ -141,8 +141,8 @@ def _by_leaf(order: eviction.EvictionOrder, node: Any) -> float:
 NO_GROWTH = _set(admission.Admission, "_growth_tokens", lambda self, prompt_s, num_prompt_tokens: 0)
 NO_GROUP_EVICTION = _set(admission.Admission, "_evict_for_group", lambda self, prompt: None)
 NO_EASY = _set(admission.Admission, "choose_backfill", _backfill_until_aged)
-SHORTEST = _set(prefill_order.PrefillOrder, "choose", _shortest)
-FIRST_COME = _set(prefill_order.PrefillOrder, "choose", _first_come)
+SHORTEST = _set(prefill_scheduler.PrefillScheduler, "_shortest_or_oldest", _shortest)
+FIRST_COME = _set(prefill_scheduler.PrefillScheduler, "_shortest_or_oldest", _first_come)
 NO_PATIENCE = _set(admission.Admission, "_may_evict", lambda self, prompt, num_bytes: True)
 NO_BURSTS = _set(prefill_scheduler.PrefillScheduler, "_may_burst", lambda self, prompt: False)
 

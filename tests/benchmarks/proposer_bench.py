@@ -46,14 +46,14 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 PROPOSERS: tuple[Proposer, ...] = ("mtp", "draft_model", "prompt_lookup")
 EDITS = {
-    "engine/core/stats.py": ("num_", "count_"),
+    "engine/core/virtual_token_counter.py": ("num_", "count_"),
     "engine/core/burst.py": ("chunk", "piece"),
     "engine/core/progress.py": ("predicted_s", "expected_s"),
     "engine/core/prefix_cache/node.py": ("num_tokens", "length"),
     "engine/worker/acceptance.py": ("sampled", "chosen"),
     "engine/worker/ranking.py": ("logits", "scores"),
     "engine/worker/logprobs.py": ("logprobs", "lps"),
-    "engine/core/draft_figures.py": ("depth", "level"),
+    "engine/core/proposer_record.py": ("depth", "level"),
 }
 """Module -> the name to replace, and its replacement."""
 PROMPT_TOKENS, ANSWER_TOKENS = 700, 160

@@ -114,7 +114,7 @@ def test_a_burst_that_fails_costs_no_request(tiny, seam, call, phase):
     assert {name: tokens[name] for name in expected if name not in failed} == {
         name: whole for name, whole in expected.items() if name not in failed
     }
-    assert driver.core.stats.failed_steps_in_a_row == 0 and driver.core.budget.reserved_bytes == 0
+    assert driver.core.failed_steps_in_a_row == 0 and driver.core.budget.reserved_bytes == 0
     assert tiny.memory()["prefill_cache_bytes"] == tiny.memory()["decode_cache_bytes"] == 0
     driver.core.prefixes.check_integrity()
 

@@ -10,7 +10,7 @@ import engine.worker  # noqa: F401  # before MLX
 import mlx.core as mx  # isort: skip
 import numpy as np
 
-from engine.core.spec_prefill.plan import ScoreRequest, fingerprint, make_plan, num_contiguous
+from engine.core.spec_prefill.plan import ScoreRequest, fingerprint, make_plan
 from engine.protocol import Boundary, EngineRequest, SparsePlan
 from engine.worker.model_runner import MLXRunner
 from engine.worker.sampler import Sampler
@@ -50,7 +50,7 @@ def with_random_plan(rng: random.Random, spec: EngineRequest, image_token_id: in
 
 def gap(spec: EngineRequest) -> int:
     """Tokens in front of the first that is left out; nothing behind may be anyone's but this request's."""
-    return len(spec.token_ids) if spec.sparse is None else num_contiguous(spec.sparse.positions)
+    return len(spec.token_ids) if spec.sparse is None else spec.sparse.num_contiguous
 
 
 def num_computed(spec: EngineRequest) -> int:

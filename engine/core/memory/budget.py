@@ -10,10 +10,10 @@ import sys
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from engine.config import EngineConfig, MemoryConfig
 from engine.core.memory.costs import MemoryCosts
-from engine.core.memory.evictable import Evictable
 from engine.core.memory.grouping import DecodeGroupPlan, Grouping
 from engine.core.memory.needs import (
     MIN_CHUNK_TOKENS,
@@ -62,6 +62,33 @@ class Accounts:
     """Device memory in use that no other account explains."""
     free_bytes: int
     """The remainder; negative while evictions are in progress."""
+
+
+class Evictable(Protocol):
+    """Cached memory that can be evicted, see EvictableMemory."""
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of the prefix cache."""
+        ...
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of cached image features."""
+        ...
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Bytes that can be evicted now."""
+        ...
+
+    def evict(self, num_bytes: int) -> bool:
+        """Evict `num_bytes`. Return False, with nothing evicted, if that is impossible."""
+        ...
+
+    def price(self, num_bytes: int) -> float:
+        """Return the expected seconds of recomputation that `evict` would cause."""
+        ...
 
 
 class MemoryBudget:
@@ -195,7 +222,7 @@ class MemoryBudget:
         limit = self.needs.request_bytes - self._cached_bytes
         return limit if is_only_prompt else limit - self.unaccounted_bytes
 
-    def end_chunk(self) -> None:
+    def release_chunk(self) -> None:
         """Reduce all prefill reservations to their smallest chunks until the next chunk is chosen."""
         for one in self.prefills:
             one.step_bytes = one.min_step_bytes
@@ -203,7 +230,7 @@ class MemoryBudget:
     def reserve_chunk(self, prompt: Prompt, wanted: int, least: int = MIN_CHUNK_TOKENS) -> int:
         """Return how many of `wanted` tokens the prompt's next chunk may have, at least `least`.
 
-        The chunk's intermediate results must fit into free memory and stay reserved until `end_chunk`.
+        The chunk's intermediate results must fit into free memory and stay reserved until `release_chunk`.
         """
         costs, start, room = self.costs, prompt.num_prefilled, self._chunk_bytes
         num_tokens = largest(min(wanted, least), wanted, lambda n: costs.chunk(n, start + n) <= room)
@@ -217,7 +244,7 @@ class MemoryBudget:
         return max(0, min(wanted_bytes, int(self.needs.step_limit_bytes)) - int(self._chunk_bytes))
 
     def reserve_burst(self, rows: Sequence[Row], num_tokens: int, end: int) -> int:
-        """Reserve memory for a forward with a chunk of each row's prompt, until `end_chunk`.
+        """Reserve memory for a forward with a chunk of each row's prompt, until `release_chunk`.
 
         Args:
             rows: One row per prompt.

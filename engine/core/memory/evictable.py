@@ -1,37 +1,9 @@
 """Cached memory that no running request needs: snapshots and image features. Evicted on demand."""
 
 import sys
-from typing import Protocol
 
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.core.runner import ModelRunner
-
-
-class Evictable(Protocol):
-    """Cached memory that can be evicted."""
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """Bytes of the prefix cache."""
-        ...
-
-    @property
-    def image_bytes(self) -> int:
-        """Bytes of cached image features."""
-        ...
-
-    @property
-    def evictable_bytes(self) -> int:
-        """Bytes that can be evicted now."""
-        ...
-
-    def evict(self, num_bytes: int) -> bool:
-        """Evict `num_bytes`. Return False, with nothing evicted, if that is impossible."""
-        ...
-
-    def price(self, num_bytes: int) -> float:
-        """Return the expected seconds of recomputation that `evict` would cause."""
-        ...
 
 
 class EvictableMemory:

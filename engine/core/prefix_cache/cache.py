@@ -24,8 +24,7 @@ from engine.core.prefix_cache.miss import explain
 from engine.core.prefix_cache.node import KVSegment, SnapshotNode
 from engine.core.prefix_cache.prefix_fetcher import PrefixFetcher
 from engine.core.prefix_cache.prompt_key import PromptKey, key_of, key_of_tokens
-from engine.core.prefix_cache.restorer import PrefixRestorer
-from engine.core.prefix_cache.session import PrefixCacheSession
+from engine.core.prefix_cache.restorer import PrefixCacheSession, PrefixRestorer
 from engine.core.prefix_cache.snapshot_boundaries import LEAST_TOKENS, choose_boundaries, least_tokens
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.core.prefix_cache.snapshot_taker import SnapshotTaker
@@ -33,11 +32,10 @@ from engine.core.prefix_cache.store import SnapshotStore
 from engine.core.prompt import Prompt
 from engine.core.row import Row
 from engine.core.runner import ModelRunner
-from engine.core.stats import Stats
 from engine.protocol import Boundary, EngineRequest
 from engine.snapshot_store.files import SnapshotFiles
 from engine.snapshot_store.snapshot_client import SnapshotClient
-from engine.status import CacheCleared, CacheEntryStatus, CacheStatus
+from engine.status import CacheCleared, CacheEntryStatus, CacheStatus, EngineCounters
 
 log = logging.getLogger("orchard.engine")
 
@@ -69,7 +67,7 @@ class PrefixCache:
         self,
         config: PrefixCacheConfig,
         runner: ModelRunner,
-        stats: Stats,
+        stats: EngineCounters,
         costs: CostModel,
         room: Callable[[], int],
         files: SnapshotFiles | None = None,

@@ -2,15 +2,16 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from engine.core.cost_model import CostModel
 from engine.core.prefix_cache.node import Snapshot, SnapshotNode
 from engine.core.prefix_cache.prompt_key import Media, PromptKey
-from engine.core.prefix_cache.session import Reading, ReadState
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.core.runner import SEGMENT_ARRAYS, ModelRunner
 from engine.snapshot_store.files import SnapshotFiles, SnapshotLost, SnapshotMeta
@@ -20,6 +21,30 @@ log = logging.getLogger("orchard.engine")
 READ_TIMEOUT_S = 5.0
 """Shortest time limit of a read, in seconds; a slower disk hangs or is not worth waiting for."""
 PRUNE_EVERY = 64
+
+
+ReadState = Literal["done", "pending", "lost"]
+"""How far a reading is: everything is in memory, more is pending, or a part of it was lost or did not fit."""
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """A snapshot being read from disk, with those of its ancestors that are only on disk, first ancestor first."""
+
+    pending: list[tuple[str, Future[dict[str, np.ndarray]]]]
+    """Digests of the snapshots that are not in memory yet, with the futures of their arrays."""
+    until_s: float
+    """When waiting for it ends; monotonic seconds."""
+    row_id: str | None
+    """The row whose reservation covers the keys and values; None if the cache must have memory for them."""
+    base: SnapshotNode | None = None
+    """The node before the next snapshot; its KV segment is kept, even if it is evicted, until that one is in memory."""
+    copying: Iterator[Snapshot | None] | None = None
+    """The import of the next snapshot, layer by layer."""
+    num_bytes: int = 0
+    """Bytes copied to the device."""
+    copied_s: float = 0.0
+    """Seconds of copying."""
 
 
 class DiskTier:

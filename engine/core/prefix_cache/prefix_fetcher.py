@@ -7,10 +7,10 @@ fails is a miss.
 import logging
 from collections.abc import Callable
 from concurrent.futures import wait
+from dataclasses import dataclass
 
 from engine.core.cost_model import CostModel
 from engine.core.prefix_cache.prompt_key import PromptKey
-from engine.core.prefix_cache.session import Fetching
 from engine.placement import PrefixHolder
 from engine.snapshot_store.snapshot_client import Fetch, SnapshotClient
 
@@ -24,6 +24,17 @@ FETCH_PATIENCE = 4.0
 
 MEASURE_AGAIN_S = 300.0
 """A node that was too slow for so many seconds is tried again."""
+
+
+@dataclass(slots=True, eq=False)
+class Fetching:
+    """A prefix that is being fetched."""
+
+    fetch: Fetch
+    began_s: float
+    """Monotonic seconds."""
+    until_s: float
+    """When waiting for it ends; monotonic seconds."""
 
 
 class PrefixFetcher:

@@ -5,6 +5,7 @@ aborts and retries finds the finished part. Nothing here raises: answers do not 
 """
 
 import logging
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,11 +14,13 @@ from engine.core.prefix_cache.disk_tier import DiskTier
 from engine.core.prefix_cache.loans import Loans
 from engine.core.prefix_cache.node import Snapshot, SnapshotNode
 from engine.core.prefix_cache.prompt_key import PromptKey, key_of, key_of_tokens
-from engine.core.prefix_cache.session import PrefixCacheSession
 from engine.core.prefix_cache.snapshot_memory import SnapshotMemory
 from engine.core.row import Row, named
 from engine.core.runner import ModelRunner
 from engine.protocol import Boundary
+
+if TYPE_CHECKING:
+    from engine.core.prefix_cache.restorer import PrefixCacheSession
 
 log = logging.getLogger("orchard.engine")
 
@@ -57,12 +60,12 @@ class SnapshotTaker:
         self._num_unused = 0  # stored since a prompt last continued from one
         self._min_tokens = min_tokens
 
-    def take_at_boundaries(self, session: PrefixCacheSession) -> None:
+    def take_at_boundaries(self, session: "PrefixCacheSession") -> None:
         """Take the snapshots at the boundaries that the last chunk of a prompt has reached or passed."""
         while session.todo and session.todo[0].num_tokens <= session.prompt.num_prefilled:
             self._take_or_log(session, session.todo.pop(0))
 
-    def take_prompt(self, session: PrefixCacheSession) -> None:
+    def take_prompt(self, session: "PrefixCacheSession") -> None:
         """Take the state of a preempted prompt after the tokens that it has computed."""
         num_tokens = session.prompt.num_prefilled
         if not session.has_restored or session.prompt.row.spec.sparse is not None:
@@ -92,7 +95,7 @@ class SnapshotTaker:
         if _may_keep(row):
             self._take_row_or_log(row, is_awaited=True)
 
-    def _take_or_log(self, session: PrefixCacheSession, boundary: Boundary) -> None:
+    def _take_or_log(self, session: "PrefixCacheSession", boundary: Boundary) -> None:
         try:
             is_worthwhile = self._take(session, boundary)
         except Exception:
@@ -103,7 +106,7 @@ class SnapshotTaker:
         if not is_worthwhile:
             session.todo.clear()
 
-    def _take(self, session: PrefixCacheSession, boundary: Boundary) -> bool:
+    def _take(self, session: "PrefixCacheSession", boundary: Boundary) -> bool:
         """Take a snapshot of a prompt; return whether the later ones, which are larger, may be taken, too."""
         rows, row = session.prompt.rows, session.prompt.row
         base, costs, counters = session.base, self._runner.costs, self._store.counters

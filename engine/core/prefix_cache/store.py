@@ -319,15 +319,8 @@ class SnapshotStore:
         for node in (node for owned in self._owned.values() for node in owned):
             node.owner = None
         self.num_bytes = self.num_in_memory = 0
-        for nodes in (
-            self._nodes,
-            self._lengths,
-            self.pinned,
-            self._stateless,
-            self._in_use,
-            self._owned,
-            self.lineages,
-        ):
+        self.lineages.clear()
+        for nodes in (self._nodes, self._lengths, self.pinned, self._stateless, self._in_use, self._owned):
             nodes.clear()
 
     def integrity_error(self) -> str | None:

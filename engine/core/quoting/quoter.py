@@ -13,7 +13,7 @@ from engine.core.admission import SHORT_PART
 from engine.core.cost_model import CostModel
 from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.needs import MemoryNeeds
-from engine.core.prefill_order import OLDEST_PER_OTHER_S
+from engine.core.prefill_scheduler import OLDEST_PER_OTHER_S
 from engine.core.prompt_queue import queue_rank
 from engine.core.quoting.bookings import Booking, Bookings
 from engine.core.quoting.known_prefixes import CachedTokens

@@ -1,12 +1,12 @@
 """Requests to a scorer and their results, and the rules of a sparse plan. Pure; every plan is reproducible."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
 import numpy as np
 
-from engine.core.spec_prefill.select import select
 from engine.protocol import Boundary, SparsePlan
 
 PLAN_VERSION = 1
@@ -17,6 +17,9 @@ CONTROL_FOLLOWERS = 2
 
 TAIL_TOKENS = 64
 """Tokens kept at the end of the last turn, where the question usually is."""
+
+CHUNK_TOKENS = 32
+"""Tokens are kept in chunks of this size, because isolated tokens lose their context."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,42 @@ def make_plan(request: ScoreRequest, importance: np.ndarray) -> SparsePlan:
     return SparsePlan(positions, num_dense, fingerprint(request.token_ids, positions, num_dense))
 
 
+def select(importance: np.ndarray, keep: float) -> np.ndarray:
+    """Return the tokens of the chunks with the highest mean importance; ties are broken by position.
+
+    At least ceil(keep * num_tokens) tokens are kept, in as few chunks as possible, but at least ceil(keep * chunks)
+    chunks. The first and the last chunk are always kept: one is the attention sink, the other holds the question.
+
+    Args:
+        importance: float [num_tokens]; values that are not finite count as 0.
+        keep: Share of the tokens to keep.
+
+    Returns:
+        int64, ascending indices.
+    """
+    num_tokens = len(importance)
+    if num_tokens == 0:
+        return np.empty(0, np.int64)
+    starts = np.arange(0, num_tokens, CHUNK_TOKENS)
+    sizes = np.minimum(starts + CHUNK_TOKENS, num_tokens) - starts
+    finite = np.where(np.isfinite(importance), importance, 0).astype(np.float64)
+    scores = np.add.reduceat(finite, starts) / sizes
+    scores[[0, -1]] = math.inf
+    best_first = np.lexsort((np.arange(len(starts)), -scores))
+    enough_chunks = max(_ceil(keep * len(starts)), min(2, len(starts)))
+    kept_tokens = np.cumsum(sizes[best_first])
+    enough_tokens = int(np.searchsorted(kept_tokens, _ceil(keep * num_tokens))) + 1
+    chosen = best_first[: max(enough_chunks, enough_tokens)]
+    is_chosen = np.zeros(len(starts), bool)
+    is_chosen[chosen] = True
+    return np.flatnonzero(np.repeat(is_chosen, sizes))
+
+
+def _ceil(value: float) -> int:
+    """Round up, ignoring floating-point errors: 0.1 * 30 becomes 3."""
+    return math.ceil(value - 1e-9)
+
+
 def fingerprint(token_ids: np.ndarray, positions: np.ndarray, num_dense: int) -> str:
     """Return the hex digest of a plan and its prompt's tokens."""
     digest = sha256(f"plan {PLAN_VERSION} {len(token_ids)} {num_dense} {len(positions)}\0".encode())
@@ -114,17 +153,11 @@ def why_unfit(plan: SparsePlan, token_ids: np.ndarray) -> str | None:
         )
     if not np.all(positions[1:] > positions[:-1]):
         return "positions are not ascending"
-    if not 0 <= plan.num_dense <= num_contiguous(positions):
-        return f"num_dense is {plan.num_dense}; the plan keeps the first {num_contiguous(positions)} tokens"
+    if not 0 <= plan.num_dense <= plan.num_contiguous:
+        return f"num_dense is {plan.num_dense}; the plan keeps the first {plan.num_contiguous} tokens"
     if plan.fingerprint != fingerprint(token_ids, positions, plan.num_dense):
         return "it was made for another prompt (the fingerprints differ)"
     return None
-
-
-def num_contiguous(positions: np.ndarray) -> int:
-    """Return how many tokens are kept before the first skipped one."""
-    gaps = np.flatnonzero(positions != np.arange(len(positions)))
-    return int(gaps[0]) if len(gaps) else len(positions)
 
 
 def find_anchors(

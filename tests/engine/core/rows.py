@@ -8,17 +8,16 @@ import numpy as np
 
 from engine.config import EngineConfig
 from engine.core.cost_model import CostModel
-from engine.core.memory.budget import MemoryBudget
+from engine.core.memory.budget import Evictable, MemoryBudget
 from engine.core.memory.costs import MemoryCosts
-from engine.core.memory.evictable import Evictable
 from engine.core.prompt import Prompt
 from engine.core.row import Row, RowState
 from engine.core.runner import Drafts, PrefillOutput, RowOutput
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_context import SchedulerContext
 from engine.core.scheduler_output import Published
-from engine.core.stats import Stats
 from engine.protocol import EngineRequest, SamplingParams
+from engine.status import EngineCounters
 from tests.support.clock import Clock
 
 STOP = 2
@@ -82,7 +81,7 @@ def make_scheduler(
         prefixes=NoPrefixes(),
         has_bursts=False,
     )
-    return Scheduler(context, Stats())
+    return Scheduler(context, EngineCounters())
 
 
 def scheduler_of(policy: str = "fifo", clock: Clock | None = None, **config: Any) -> Scheduler:

@@ -157,7 +157,7 @@ def test_a_burst_that_fails_is_computed_one_by_one():
     tokens = driver.run({0: requests})
     assert tokens == {each.request_id: answer(each) for each in requests}
     assert len(bursts(runner)) == 1 and driver.core.stats.num_failed_bursts == 1
-    assert driver.core.stats.failed_steps_in_a_row == driver.core.stats.num_failed == 0
+    assert driver.core.failed_steps_in_a_row == driver.core.stats.num_failed == 0
     assert not runner.rows and not runner.prompts and driver.core.budget.reserved_bytes == 0
 
 
@@ -211,7 +211,7 @@ def test_a_burst_reserves_the_intermediate_results_of_all_of_its_rows():
     expected = 4 * COSTS.chunk(30, 30) + 2 * COSTS.layer(4, 32)
     assert COSTS.burst(4, 30, 30) == expected and budget.reserved_bytes > before
     assert budget.accounts.transient_bytes >= expected
-    budget.end_chunk()
+    budget.release_chunk()
     assert budget.reserved_bytes == before
 
 

@@ -157,7 +157,7 @@ def test_a_prompt_that_fails_fails_alone(broken):
     assert driver.finish == {"a": FinishReason.LENGTH, "bad": FinishReason.ERROR, "b": FinishReason.LENGTH}
     assert tokens["a"] == tokens["b"] == answer(request_of("a"))
     assert "bad/0" in runner.dropped
-    assert driver.core.stats.num_failed == 1 and driver.core.stats.failed_steps_in_a_row == 0
+    assert driver.core.stats.num_failed == 1 and driver.core.failed_steps_in_a_row == 0
 
 
 def test_a_failed_step_fails_its_rows_at_once_and_no_others(broken):
@@ -181,10 +181,10 @@ def test_failures_in_a_row_are_counted_and_a_good_step_resets_them(broken):
         driver.core.add_request(request_of("bad"))
         driver.core.step()
         driver.finish.clear()
-    assert driver.core.stats.failed_steps_in_a_row == 3
+    assert driver.core.failed_steps_in_a_row == 3
     runner.broken = set()
     driver.run({0: [request_of("good")]})
-    assert driver.core.stats.failed_steps_in_a_row == 0
+    assert driver.core.failed_steps_in_a_row == 0
 
 
 def test_a_prompt_that_always_fails_does_not_count_as_a_device_failure(broken):
@@ -195,7 +195,7 @@ def test_a_prompt_that_always_fails_does_not_count_as_a_device_failure(broken):
         driver.core.step()
         assert driver.chunks["bad"][-1].retry_after_s is None
         driver.finish.clear()
-    assert driver.core.stats.failed_steps_in_a_row == 0
+    assert driver.core.failed_steps_in_a_row == 0
 
 
 def test_a_failed_drop_fails_all_rows_and_the_engine_continues(broken):
@@ -226,4 +226,4 @@ def test_a_request_with_more_images_than_placeholders_fails_alone_and_not_as_a_f
     tokens = driver.run({0: [make_request("good", "What is 12 + 30?"), two_pictures_for_one]})
     assert driver.finish["bad"] is FinishReason.ERROR and "its images have 32" in str(driver.errors["bad"])
     assert driver.finish["good"] is FinishReason.STOP and tokens["good"]
-    assert driver.core.stats.failed_steps_in_a_row == 0
+    assert driver.core.failed_steps_in_a_row == 0

@@ -95,7 +95,7 @@ def test_a_prompt_that_fails_fails_all_its_choices():
     driver = Driver(runner)
     driver.run({0: [request("r", 2)]})
     assert driver.finish == {"r": FinishReason.ERROR, "r/1": FinishReason.ERROR}
-    assert driver.core.stats.failed_steps_in_a_row == 1 and not runner.prompts
+    assert driver.core.failed_steps_in_a_row == 1 and not runner.prompts
 
 
 def test_a_prefill_output_that_lacks_a_choice_is_rejected_before_any_row_changes():

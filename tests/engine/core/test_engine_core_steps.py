@@ -149,7 +149,7 @@ def test_decode_steps_that_always_fail_are_counted_although_prompts_still_succee
     for i in range(4):
         driver.run({0: [request(f"r{i}", num_prompt=num_prompt)]})
         assert driver.finish[f"r{i}"] is FinishReason.ERROR
-    assert driver.core.stats.failed_steps_in_a_row == 4
+    assert driver.core.failed_steps_in_a_row == 4
     driver.run({0: [request("one token", max_tokens=1)]})
     assert driver.finish["one token"] is FinishReason.LENGTH
 
@@ -161,4 +161,4 @@ def test_steps_with_drafts_that_always_fail_cost_one_batch_and_not_every_one():
         driver.run({0: [request(f"r{i}", 60)]})
     failed = [name for name, reason in driver.finish.items() if reason is FinishReason.ERROR]
     assert len(failed) == 1
-    assert driver.core.stats.failed_steps_in_a_row == 0
+    assert driver.core.failed_steps_in_a_row == 0

@@ -157,7 +157,7 @@ def test_an_image_that_fails_fails_its_request_alone():
     runner.broken = set()
     assert driver.finish["look"] is FinishReason.ERROR and driver.errors["look"] == "prefill failed: RuntimeError"
     assert driver.run({0: [request("text")]})["text"] == answer(request("text"))
-    assert not runner.blocks and driver.core.stats.failed_steps_in_a_row == 0
+    assert not runner.blocks and driver.core.failed_steps_in_a_row == 0
 
 
 def test_the_progress_of_an_image_piece_carries_its_predicted_time():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.timeline_recorder import Load, TimelineRecorder
+from engine.core.timeline_recorder import TimelineRecorder
 from engine.timeline import MAX_PHASES, Compiling, Decoded, Prefilled, Queued
 
 SECONDS = st.floats(0, 100)
@@ -19,7 +19,7 @@ def test_phases_add_up_to_the_seconds_of_the_row(events: list[tuple[str, float]]
         num_phases += event != "token"
         match event:
             case "queued":
-                record.queued(now, Load(), "growth")
+                record.queued(now, Queued(preempted_by="growth"))
             case "admitted":
                 record.admitted(now)
             case "joined":
@@ -35,7 +35,7 @@ def test_phases_add_up_to_the_seconds_of_the_row(events: list[tuple[str, float]]
 
 def test_a_preempted_row_has_the_phases_of_its_life():
     record = TimelineRecorder(10.0, has_grammar=True)
-    record.queued(11.0, Load(num_ahead=2, num_decoding=1, num_prompt_tokens=300, expected_s=4.0))
+    record.queued(11.0, Queued(num_ahead=2, num_decoding=1, num_prompt_tokens=300, expected_s=4.0))
     record.blocked("memory")
     record.admitted(14.0)
     record.restored(64, 0.5, None)
@@ -46,7 +46,7 @@ def test_a_preempted_row_has_the_phases_of_its_life():
     record.joined(16.0, prefill_s=7.0)
     record.stepped(2, num_drafted=3, num_accepted=1, prefill_s=7.5)
     assert record.token(17.0) == 16.0
-    record.queued(18.0, Load(), "fairness")
+    record.queued(18.0, Queued(preempted_by="fairness"))
     record.admitted(19.0)
     record.joined(20.0, prefill_s=9.0)
     record.stepped(1, 0, 0, prefill_s=9.0)

@@ -222,7 +222,7 @@ def chunk(books: MemoryBudget, start: int) -> int:
     assert books.reserve(prompt.rows) == 0
     size = books.reserve_chunk(prompt, 2048)
     assert books.free_bytes >= 0
-    books.end_chunk()
+    books.release_chunk()
     assert books.reserve_chunk(prompt, 2048) == size, "what it could be smaller by is free until the next is chosen"
     books.release(prompt.row.id)
     return size

@@ -388,7 +388,7 @@ def test_a_failed_snapshot_or_restore_does_not_fail_the_request(runner, fault):
     runner.broken = {fault}
     assert cached(driver, request("b", SYSTEM, QUESTION[::-1])) == [0 if fault == "restore" else 40]
     runner.broken = set()
-    assert driver.core.stats.failed_steps_in_a_row == 0
+    assert driver.core.failed_steps_in_a_row == 0
 
 
 def test_a_preempted_row_continues_from_its_own_snapshot_and_counts_its_prompt_once(runner):

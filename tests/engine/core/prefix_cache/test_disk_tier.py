@@ -218,7 +218,7 @@ def test_a_snapshot_that_cannot_be_read_back_costs_a_prefill_and_no_answer(engin
     monkeypatch.setattr(engine.runner, "import_snapshot", failing)
     assert engine.cached(request("b", SYSTEM, [1] * 20)) == [0]
     assert engine.core.prefixes.status().num_unusable == 1
-    assert engine.core.stats.failed_steps_in_a_row == 0
+    assert engine.core.failed_steps_in_a_row == 0
     monkeypatch.undo()
     assert engine.cached(request("c", SYSTEM, [1] * 20)) == [60]
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 from hypothesis import strategies as st
 
-from engine.core.spec_prefill.select import CHUNK_TOKENS
+from engine.core.spec_prefill.plan import CHUNK_TOKENS
 
 KEEPS = st.integers(10, 100).map(lambda percent: Fraction(percent, 100))
 LENGTHS = st.one_of(st.integers(1, 3 * CHUNK_TOKENS + 1), st.integers(1, 1500))

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.spec_prefill.plan import (
+    CHUNK_TOKENS,
     CONTROL_FOLLOWERS,
     TAIL_TOKENS,
     ScoreRequest,
     find_anchors,
     fingerprint,
     make_plan,
-    num_contiguous,
+    select,
     why_unfit,
 )
-from engine.core.spec_prefill.select import CHUNK_TOKENS, select
 from engine.protocol import Boundary, SparsePlan
 from tests.engine.core.spec_prefill.importances import KEEPS, importances
 
@@ -54,7 +54,7 @@ def test_a_plan_keeps_all_dense_and_anchor_tokens_and_fits_its_prompt(pair):
     assert math.ceil(Fraction(str(request.keep)) * behind) <= num_kept
     assert num_kept < request.keep * behind + 2 * CHUNK_TOKENS + len(request.anchors) + 1
     assert why_unfit(plan, request.token_ids) is None
-    assert num_dense <= num_contiguous(plan.positions) <= len(positions)
+    assert num_dense <= plan.num_contiguous <= len(positions)
 
 
 @given(score_requests())
@@ -118,7 +118,7 @@ def _edited(plan: SparsePlan, token_ids: np.ndarray, positions: object, num_dens
 
 
 def _gap(plan: SparsePlan) -> int:
-    return num_contiguous(plan.positions)
+    return plan.num_contiguous
 
 
 Corruption = Callable[[SparsePlan, np.ndarray], tuple[SparsePlan, np.ndarray]]

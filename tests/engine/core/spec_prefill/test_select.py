@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from engine.core.spec_prefill.select import CHUNK_TOKENS, select
+from engine.core.spec_prefill.plan import CHUNK_TOKENS, select
 from tests.engine.core.spec_prefill.importances import KEEPS, importances
 
 
