@@ -1,9 +1,8 @@
-"""Which queued prompt is admitted next, and which snapshots and rows lose their memory for it. Pure."""
+"""Which queued prompt is admitted next, and which snapshots lose their memory for it. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import ceil
 
-from engine.core.preemption import Preemption, Victim
 from engine.core.prefill_scheduler import PrefillScheduler
 from engine.core.prompt import USUAL_ANSWER, Prompt
 from engine.core.prompt_queue import PromptQueue
@@ -30,24 +29,21 @@ grown before the next one: ordering all snapshots takes milliseconds on the devi
 
 
 class Admission:
-    """Chooses the next prompt and reserves its memory. The scheduler admits it and preempts the rows chosen here.
+    """Chooses the next prompt and reserves its memory. The scheduler admits it.
 
     Args:
         context: Configuration, clock, cost model, memory budget, evictable memory and prefix lookup.
         queue: The queued prompts.
         running: The decoding rows by row id; the scheduler's own mapping.
         prefills: The prompts in progress.
-        preemption: Chooses the rows to preempt.
     """
 
     def __init__(
         self,
         context: SchedulerContext,
-        *,
         queue: PromptQueue,
         running: Mapping[str, Row],
         prefills: PrefillScheduler,
-        preemption: Preemption,
     ):
         self._config = context.config
         self._clock = context.clock
@@ -58,16 +54,11 @@ class Admission:
         self._queue = queue
         self._running = running
         self._prefills = prefills
-        self._preemption = preemption
 
     @property
     def is_idle(self) -> bool:
         """Whether no row decodes and no prompt is in progress."""
         return not self._running and not self._prefills.in_progress
-
-    @property
-    def _num_free_rows(self) -> int:
-        return self._config.max_running - len(self._running) - self._prefills.num_rows
 
     def next_queued(self) -> Prompt | None:
         """Return the next prompt to admit, or None.
@@ -102,7 +93,7 @@ class Admission:
             Whether the memory is reserved. False also if fewer rows are free than the prompt has.
         """
         rows, budget = prompt.rows, self._budget
-        if len(rows) > self._num_free_rows:
+        if len(rows) > self._prefills.num_free_rows:
             _note_obstacle(prompt, "rows")
             return False
         growth = prompt.growth_tokens = self._growth_tokens(self._prompt_s(prompt, 0.0), prompt.end)
@@ -119,24 +110,6 @@ class Admission:
         _note_obstacle(prompt, "memory")
         return False
 
-    def choose_victims(self, head: Prompt) -> tuple[Prompt, Sequence[Victim]]:
-        """Return the prompt that may preempt others, and the rows and prompts to preempt.
-
-        None are returned to preempt if preempting them would not suffice.
-
-        With policy `priority` the most urgent prompt preempts less urgent rows and prompts in progress. Otherwise the
-        head, once it has waited for ageing_s, preempts rows of clients above their fair share.
-        """
-        limits, now = self._config.scheduler, self._clock()
-        num_rows, num_bytes = self._num_free_rows, self._evictable.evictable_bytes
-        if limits.policy == "priority":
-            urgent = self._queue.most_urgent
-            in_progress = self._prefills.in_progress
-            return urgent, self._preemption.choose_for_priority(urgent, now, num_rows, num_bytes, in_progress)
-        if limits.fairness != "off" and self._queue.waited_s(head) >= limits.ageing_s:
-            return head, self._preemption.choose_for_fairness(head, now, num_rows, num_bytes)
-        return head, []
-
     def choose_backfill(self, head: Prompt) -> Prompt | None:
         """Return a prompt that fits although the head does not; None without one.
 
@@ -144,7 +117,7 @@ class Admission:
         is predicted to finish before the head can start may pass, so that the head's predicted start is not delayed
         (EASY backfilling, Lifka 1995). No prompt may pass while the head lacks free rows.
         """
-        if len(head.rows) > self._num_free_rows:
+        if len(head.rows) > self._prefills.num_free_rows:
             return None
         now = self._clock()
         head.blocked_s = now if head.blocked_s is None else head.blocked_s
@@ -210,7 +183,7 @@ class Admission:
         Each further group reads all weights once more per step, until the answers end.
         """
         missing, token_s = self._budget.group_shortfall_bytes(prompt.rows, prompt.growth_tokens), self._costs.token_s(1)
-        num_tokens = min(USUAL_ANSWER, _num_tokens_left(prompt.rows[0]))
+        num_tokens = min(USUAL_ANSWER, prompt.row.num_tokens_left)
         if missing and token_s is not None and self._evictable.price(missing) < token_s * num_tokens:
             self._evictable.evict(missing)
 
@@ -223,10 +196,10 @@ class Admission:
         token_s = self._costs.token_s(max(len(self._running), 1))
         if token_s is None:
             return 0.0
-        ends = [(token_s * _num_tokens_left(row), row.id) for row in self._running.values()]
+        ends = [(token_s * row.num_tokens_left, row.id) for row in self._running.values()]
         for prompt in self._prefills.in_progress:
             prompt_s = self._prefills.remaining_s(prompt)
-            ends += [(prompt_s + token_s * _num_tokens_left(row), row.id) for row in prompt.rows]
+            ends += [(prompt_s + token_s * row.num_tokens_left, row.id) for row in prompt.rows]
         finished: list[str] = []
         for end_s, row_id in sorted(ends):
             finished.append(row_id)
@@ -239,14 +212,9 @@ class Admission:
         row, token_s = prompt.rows[0], self._costs.token_s(len(self._running) + len(prompt.rows))
         if token_s is None:
             return float("inf")
-        return self._prompt_s(prompt, 0.0) + token_s * _num_tokens_left(row)
+        return self._prompt_s(prompt, 0.0) + token_s * row.num_tokens_left
 
 
 def _note_obstacle(prompt: Prompt, obstacle: Obstacle) -> None:
     for row in prompt.rows:
         row.record.blocked(obstacle)
-
-
-def _num_tokens_left(row: Row) -> int:
-    """Return how many tokens the row may still generate."""
-    return row.sampling.max_tokens - len(row.output_token_ids)

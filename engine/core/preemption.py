@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from engine.core.cost_model import CostModel
+from engine.core.prefill_scheduler import PrefillScheduler
 from engine.core.prompt import Prompt
+from engine.core.prompt_queue import PromptQueue
 from engine.core.row import Row, RowState
 from engine.core.scheduler_context import SchedulerContext
 from engine.core.virtual_token_counter import VirtualTokenCounter
@@ -14,10 +16,8 @@ MIN_RUN_PER_RECOMPUTE = 20.0
 """A row is not preempted for fairness before it has run for this many times the seconds of recomputing it: fairness
 costs less than 5 % of the device's time."""
 
-
 LATE_PART = 0.8
 """After this share of queue_timeout_s a prompt may preempt rows earlier, because it would expire soon."""
-
 
 Victim = Row | Prompt
 """A decoding row, or a prompt in progress with all its rows."""
@@ -26,38 +26,70 @@ V = TypeVar("V", bound=Victim)
 
 
 class Preemption:
-    """Chooses rows and prompts in progress to preempt for a queued prompt.
+    """Chooses rows and prompts in progress to preempt, for a queued prompt or for rows that grow.
 
-    Nothing is chosen unless the freed rows and bytes suffice.
+    Nothing is chosen for a prompt unless the freed rows and bytes suffice.
 
     Args:
         context: Configuration, clock, cost model, memory budget, evictable memory and prefix lookup.
-        shares: Service that each client has received so far.
+        queue: The queued prompts.
         running: The decoding rows by row id, in the order of joining; the scheduler's own mapping.
+        prefills: The prompts in progress.
+        shares: Service that each client has received so far.
     """
 
-    def __init__(self, context: SchedulerContext, shares: VirtualTokenCounter, running: Mapping[str, Row]):
+    def __init__(
+        self,
+        context: SchedulerContext,
+        queue: PromptQueue,
+        running: Mapping[str, Row],
+        prefills: PrefillScheduler,
+        shares: VirtualTokenCounter,
+    ):
         self._config = context.config
+        self._clock = context.clock
         self._budget = context.budget
+        self._evictable = context.evictable
         self._costs = context.costs
+        self._queue = queue
         self._shares = shares
         self._running = running
+        self._prefills = prefills
 
-    def choose_for_priority(
-        self, queued: Prompt, now: float, num_rows: int, num_bytes: int, in_progress: Sequence[Prompt]
-    ) -> list[Victim]:
-        """Choose among less urgent rows and prompts, the least urgent and latest first; empty if they do not suffice.
+    def choose_victims(self, head: Prompt) -> tuple[Prompt, Sequence[Victim]]:
+        """Return the prompt that may preempt others, and the rows and prompts to preempt.
 
-        Args:
-            queued: The queued prompt.
-            now: Time on the scheduler's clock.
-            num_rows: Free rows.
-            num_bytes: Bytes that can be evicted for it.
-            in_progress: The prompts in progress.
+        None are returned to preempt if preempting them would not suffice.
+
+        With policy `priority` the most urgent prompt preempts less urgent rows and prompts in progress. Otherwise the
+        head, once it has waited for ageing_s, preempts rows of clients above their fair share.
         """
-        prompts = [one for one in reversed(in_progress) if self._may_preempt_prompt(one, queued, now)]
+        limits, now = self._config.scheduler, self._clock()
+        if limits.policy == "priority":
+            urgent = self._queue.most_urgent
+            return urgent, self._choose_for_priority(urgent, now)
+        if limits.fairness != "off" and self._queue.waited_s(head) >= limits.ageing_s:
+            return head, self._choose_for_fairness(head, now)
+        return head, []
+
+    def choose_for_growth(self) -> Victim:
+        """Return the decoding row or prompt in progress that is least urgent and, among those, cheapest to recompute.
+
+        The growing row itself may be chosen.
+        """
+
+        def price(one: Victim) -> tuple[int, float]:
+            priority = _priority(one) if self._config.scheduler.policy == "priority" else 0
+            return -priority, recompute_s(_rows(one)[0], self._costs)
+
+        return min([*reversed(self._prefills.in_progress), *reversed(list(self._running.values()))], key=price)
+
+    def _choose_for_priority(self, queued: Prompt, now: float) -> list[Victim]:
+        """Choose less urgent rows and prompts, the least urgent and latest first; empty if they do not suffice."""
+        in_progress = reversed(self._prefills.in_progress)
+        prompts = [one for one in in_progress if self._may_preempt_prompt(one, queued, now)]
         weaker = [one for one in [*prompts, *self._unprotected(now)] if _priority(one) > queued.priority]
-        return self._enough(queued, sorted(weaker, key=_priority, reverse=True), num_rows, num_bytes)
+        return self._enough(queued, sorted(weaker, key=_priority, reverse=True))
 
     def _may_preempt_prompt(self, prompt: Prompt, queued: Prompt, now: float) -> bool:
         """Return whether a more urgent prompt may preempt a prompt in progress.
@@ -73,11 +105,10 @@ class Preemption:
         own_s, row = self._costs.prompt_s(0, queued.end), prompt.row
         return now - queued.arrived_s >= max(own_s, recompute_s(row, self._costs)) * 2**row.num_restarts
 
-    def choose_for_fairness(self, queued: Prompt, now: float, num_rows: int, num_bytes: int) -> list[Row]:
+    def _choose_for_fairness(self, queued: Prompt, now: float) -> list[Row]:
         """Choose the latest rows of clients above their fair share, in rows or bytes, for a client below its own.
 
-        The choice is empty if they do not suffice, or if recomputing them takes longer than `queued` has waited. The
-        arguments are those of `choose_for_priority`.
+        The choice is empty if they do not suffice, or if recomputing them takes longer than `queued` has waited.
         """
         num_clients = max(self._shares.num_active, 1)
         max_rows = max(1, self._config.max_running // num_clients)
@@ -98,28 +129,17 @@ class Preemption:
                 candidates.append(row)
                 num_rows_of[client] -= 1
                 parts[client] -= self._budget.row_share(row)
-        victims = self._enough(queued, candidates, num_rows, num_bytes)
+        victims = self._enough(queued, candidates)
         lost_s = sum(recompute_s(row, self._costs) for row in victims)
         return victims if lost_s <= now - queued.arrived_s else []
-
-    def choose_for_growth(self, in_progress: Sequence[Prompt]) -> Victim:
-        """Return the decoding row or prompt in progress that is least urgent and, among those, cheapest to recompute.
-
-        The growing row itself may be chosen.
-        """
-
-        def price(one: Victim) -> tuple[int, float]:
-            priority = _priority(one) if self._config.scheduler.policy == "priority" else 0
-            return -priority, recompute_s(_rows(one)[0], self._costs)
-
-        return min([*reversed(in_progress), *reversed(list(self._running.values()))], key=price)
 
     def _unprotected(self, now: float) -> list[Row]:
         """Return the rows that may be preempted now, the latest first."""
         return [row for row in reversed(list(self._running.values())) if row.keep_until_s <= now]
 
-    def _enough(self, queued: Prompt, candidates: Sequence[V], num_rows: int, num_bytes: int) -> list[V]:
+    def _enough(self, queued: Prompt, candidates: Sequence[V]) -> list[V]:
         """Return the shortest prefix of the candidates that suffices; empty if all together do not."""
+        num_rows, num_bytes = self._prefills.num_free_rows, self._evictable.evictable_bytes
 
         def suffice(num: int) -> bool:
             preempted = [row.id for one in candidates[:num] for row in _rows(one)]

@@ -114,6 +114,11 @@ class PrefillScheduler:
         """Rows of the prompts in progress."""
         return sum(len(prompt.rows) for prompt in self.in_progress)
 
+    @property
+    def num_free_rows(self) -> int:
+        """Rows that neither decode nor belong to a prompt in progress."""
+        return self._config.max_running - len(self._running) - self.num_rows
+
     def add(self, prompt: Prompt) -> None:
         """Begin a prompt with reserved memory."""
         prompt.num_expected = self._prefixes.num_cached(prompt.row)

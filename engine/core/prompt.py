@@ -64,7 +64,7 @@ class Prompt:
     def __post_init__(self) -> None:
         row = self.rows[0]
         self.priority, self.client = row.spec.priority, row.spec.client
-        answer = min(row.sampling.max_tokens - len(row.output_token_ids), USUAL_ANSWER)
+        answer = min(row.num_tokens_left, USUAL_ANSWER)
         self.cost = PROMPT_WEIGHT * row.num_tokens + OUTPUT_WEIGHT * answer * len(self.rows)
         for one in self.rows:
             one.prompt = self

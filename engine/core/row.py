@@ -134,6 +134,11 @@ class Row:
         return len(self.output_token_ids) - self.num_resumed
 
     @property
+    def num_tokens_left(self) -> int:
+        """Tokens of the answer that may still be generated."""
+        return self.sampling.max_tokens - len(self.output_token_ids)
+
+    @property
     def num_skipped(self) -> int:
         """Prompt tokens that the sparse plan skips."""
         return 0 if self.spec.sparse is None else len(self.spec.token_ids) - len(self.spec.sparse.positions)

@@ -49,10 +49,8 @@ class Scheduler:
         self._rows: dict[str, list[Row]] = {}  # request id -> its unfinished rows
         self._running: dict[str, Row] = {}  # row id -> decoding row, in the order of joining
         self.prefills = PrefillScheduler(context, self._running)
-        self._preemption = Preemption(context, self._shares, self._running)
-        self._admission = Admission(
-            context, queue=self.queue, running=self._running, prefills=self.prefills, preemption=self._preemption
-        )
+        self._admission = Admission(context, self.queue, self._running, self.prefills)
+        self._preemption = Preemption(context, self.queue, self._running, self.prefills, self._shares)
         self._released = ReleasedRows()
 
     @property
@@ -283,7 +281,7 @@ class Scheduler:
                     self._released.failed |= self._fail_out_of_memory([row], self.budget.extend(row))
                     keeps = False
                 else:
-                    victim = self._preemption.choose_for_growth(self.prefills.in_progress)
+                    victim = self._preemption.choose_for_growth()
                     keeps &= not isinstance(victim, Prompt)
                     if isinstance(victim, Row):
                         victim.num_growth_preemptions += 1
@@ -324,7 +322,7 @@ class Scheduler:
 
     def _preempt_or_backfill(self, head: Prompt) -> Prompt | None:
         """Return a prompt with reserved memory when the head does not fit: after preemption, or one that backfills."""
-        prompt, victims = self._admission.choose_victims(head)
+        prompt, victims = self._preemption.choose_victims(head)
         for victim in victims:
             self.preempt(victim, "priority" if self._config.scheduler.policy == "priority" else "fairness")
         if victims and self._admission.reserve(prompt, may_wait=False):

@@ -94,7 +94,7 @@ def _shortest(part: prefill_scheduler.PrefillScheduler, prompts: Sequence[Prompt
 
 def _backfill_until_aged(part: admission.Admission, head: Any) -> Any:
     """Let any request that fits pass, until the head has not fitted for ageing_s."""
-    if len(head.rows) > part._num_free_rows:
+    if len(head.rows) > part._prefills.num_free_rows:
         return None
     now = part._clock()
     head.blocked_s = now if head.blocked_s is None else head.blocked_s

@@ -87,7 +87,7 @@ class MemoryNeeds:
                 row's reserve, because with the same one it would soon be preempted again.
         """
         row, images, costs = rows[0], rows[0].spec.images, self.costs
-        left = row.sampling.max_tokens - len(row.output_token_ids)
+        left = row.num_tokens_left
         answer = left if whole else min(left, self._reserve_tokens << row.num_growth_preemptions)
         return MemoryNeed(
             len(rows),
@@ -163,7 +163,7 @@ class MemoryNeeds:
 
     def grown_slots(self, row: Row, slots: int, num_tokens: int) -> int:
         """Return a row's reserved slots after it has generated `num_tokens` more tokens, see MemoryBudget.extend."""
-        left = row.sampling.max_tokens - len(row.output_token_ids)
+        left = row.num_tokens_left
         end = row.num_tokens + min(num_tokens, left) + self.costs.overshoot
         if not num_tokens or end <= slots or row.state is not RowState.RUNNING:
             return slots

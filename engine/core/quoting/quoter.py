@@ -5,8 +5,8 @@ waits for nothing.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig
 from engine.core.admission import SHORT_PART
@@ -15,7 +15,6 @@ from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.needs import MemoryNeeds
 from engine.core.prefill_scheduler import OLDEST_PER_OTHER_S
 from engine.core.prompt_queue import queue_rank
-from engine.core.quoting.bookings import Booking, Bookings
 from engine.core.quoting.known_prefixes import CachedTokens
 from engine.core.quoting.load import EngineLoad, LoadRecorder, PromptLeft
 from engine.placement import CachedSnapshot, Question, Quote, Refusal
@@ -32,8 +31,65 @@ MAX_QUOTES = 1024
 OTHER_CONVERSATION = -1
 """No conversation has this key."""
 
+BOOKING_S = 150.0
+"""A booking whose request has not arrived after so many seconds ends."""
+
 NUM_STATES = 2
 """Snapshots of a conversation whose recurrent states are kept: after its last prompt and its last answer."""
+
+
+@dataclass(slots=True)
+class Booking:
+    """A request that will arrive."""
+
+    question: Question
+    num_cached: int
+    """Tokens of its prompt that were cached when it was booked."""
+    expires_s: float
+    is_sent: bool = False
+    """Whether the request is on its way to the engine's thread."""
+
+
+class Bookings:
+    """Requests that an ingress has placed here and that have not arrived yet. Belongs to the event loop.
+
+    Args:
+        clock: Returns monotonic seconds.
+        arrived: Request ids that the engine's thread has taken lately.
+    """
+
+    def __init__(self, clock: Callable[[], float], arrived: Container[str]):
+        self._clock = clock
+        self._arrived = arrived
+        self._bookings: OrderedDict[str, Booking] = OrderedDict()  # by request id, in the order of their ends
+
+    def add(self, question: Question, num_cached: int) -> None:
+        """Book a request; a booking with the same id is replaced."""
+        self._bookings.pop(question.request_id, None)
+        self._bookings[question.request_id] = Booking(question, num_cached, self._clock() + BOOKING_S)
+
+    def sent(self, request_id: str, engine_id: str) -> None:
+        """Keep the booking of a request until it arrives at the engine's thread, under another id there."""
+        if (booking := self._bookings.pop(request_id, None)) is not None:
+            booking.is_sent = True
+            self._bookings[engine_id] = booking
+
+    def remove(self, request_id: str) -> None:
+        """End a booking. Unknown ids are ignored."""
+        self._bookings.pop(request_id, None)
+
+    def open(self) -> list[Booking]:
+        """Return the bookings of requests that have not arrived, the oldest first."""
+        if not self._bookings:
+            return []
+        now = self._clock()
+        for request_id in [
+            request_id
+            for request_id, booking in self._bookings.items()
+            if booking.expires_s <= now or request_id in self._arrived
+        ]:
+            del self._bookings[request_id]
+        return list(self._bookings.values())
 
 
 class Quoter:

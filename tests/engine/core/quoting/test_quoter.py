@@ -8,9 +8,8 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
-from engine.core.quoting.bookings import BOOKING_S
 from engine.core.quoting.load import OPEN_S, PromptLeft
-from engine.core.quoting.quoter import _booked
+from engine.core.quoting.quoter import BOOKING_S, _booked
 from engine.core.quoting.residents import RESIDENT_S
 from engine.core.scheduler_output import Published
 from engine.placement import ConversationKeys, Question
