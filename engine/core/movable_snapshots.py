@@ -130,7 +130,7 @@ class MovableSnapshots:
         odds_key = odds_key_of(node, node if is_last else in_memory)
         rate = forecast.rate(lineage, odds_key, now)
         num_bytes = node.num_tokens * costs.token_bytes + len(path) * costs.fixed()
-        own_bytes = (node.num_tokens - start) * costs.token_bytes + costs.fixed()
+        own_bytes = costs.snapshot(node.num_tokens - start)
         return SnapshotWorth(
             node,
             tuple(path),

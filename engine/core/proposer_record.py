@@ -109,17 +109,13 @@ class AcceptanceWatchdog:
         self._proposer: Proposer = proposer
         self._window: deque[tuple[int, int]] = deque(maxlen=WATCHDOG_ROUNDS)
         self._pause = WATCHDOG_PAUSE
-        self._num_rounds_left = 0
-
-    @property
-    def num_rounds_left(self) -> int:
+        self.num_rounds_left = 0
         """Rounds until drafting resumes; 0 when it is not paused."""
-        return self._num_rounds_left
 
     def pause(self) -> None:
         """Pause drafting; each pause is twice as long as the one before."""
         self._window.clear()
-        self._num_rounds_left, self._pause = self._pause, 2 * self._pause
+        self.num_rounds_left, self._pause = self._pause, 2 * self._pause
 
     def record(self, num_drafted: int, num_accepted: int, pays: bool) -> bool:
         """Record one round of all rows, with drafts or without.
@@ -132,8 +128,8 @@ class AcceptanceWatchdog:
         Returns:
             Whether the watchdog trips.
         """
-        if self._num_rounds_left:
-            self._num_rounds_left -= 1
+        if self.num_rounds_left:
+            self.num_rounds_left -= 1
             return False
         if not num_drafted:
             return False

@@ -39,7 +39,7 @@ class Drafts:
     num_tokens: int = 0
     """Draft tokens per row; 0 for plain decoding."""
     proposer: Proposer = "mtp"
-    """Where they come from; without meaning if there are none."""
+    """Where they come from; ignored if num_tokens is 0."""
     is_forced: bool = False
     """Whether prompt lookup drafts arbitrary tokens where nothing matches, so that the step can be measured."""
 
@@ -68,7 +68,7 @@ class RowOutput:
     num_drafted: int = 0
     """Draft tokens that were verified."""
     num_accepted: int = 0
-    """Accepted draft tokens, including those after the row's last token, which are not in token_ids."""
+    """Accepted draft tokens; may exceed len(token_ids), as drafts after a stop token were accepted, too."""
     proposer: Proposer = PLAIN.proposer
     """Where the draft tokens come from."""
     can_look_up: bool = False

@@ -136,7 +136,7 @@ class MemoryBudget:
             rows: The rows that share the prompt.
             without: Ids of rows to ignore, as if they had been dropped.
             growth_tokens: Predicted tokens that each decoding row generates before the prompt is computed. Rows that
-                outgrow their reservations by then count with the extended ones.
+                will need more slots by then are counted as extended.
         """
         missing, _ = self._shortfall_bytes(self.needs.need(rows), None, without, growth_tokens)  # in their own group
         return missing

@@ -75,6 +75,10 @@ class MemoryCosts:
         slots = self.slots(num_tokens)
         return slots * self.token_bytes + self.fixed(slots)
 
+    def snapshot(self, num_tokens: int) -> int:
+        """Return the bytes of a snapshot whose own KV segment has `num_tokens` tokens."""
+        return num_tokens * self.token_bytes + self.fixed()
+
     def chunk(self, num_tokens: int, end: int) -> int:
         """Return the bytes of intermediate results of `num_tokens` prompt tokens, the last of which is the `end`-th."""
         num_pairs = min(num_tokens, self.max_queries) * end

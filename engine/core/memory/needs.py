@@ -83,8 +83,8 @@ class MemoryNeeds:
 
         Args:
             rows: The rows that share the prompt.
-            whole: Whether to reserve the whole answer instead of `reserve_tokens`. Each preemption by growth doubles a
-                row's reserve, because with the same one it would soon be preempted again.
+            whole: Whether to reserve the whole answer instead of `reserve_tokens`, which each preemption by growth
+                doubles: with the same reserve the row would soon be preempted again.
         """
         row, images, costs = rows[0], rows[0].spec.images, self.costs
         left = row.num_tokens_left

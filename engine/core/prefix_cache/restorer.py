@@ -151,7 +151,7 @@ class PrefixRestorer:
         if self._fetcher is None or holder is None or holder.num_tokens > session.max_tokens:
             return False
         num_tokens = holder.num_tokens - start
-        num_bytes = max(0, num_tokens) * costs.token_bytes + costs.fixed()
+        num_bytes = costs.snapshot(max(0, num_tokens))
         if num_tokens < (1 if here is None else MIN_TOKENS_FROM_DISK) or not self._has_room(session, num_bytes):
             return False
         session.fetching = self._fetcher.start(session.key, holder, start, num_bytes)
@@ -171,7 +171,7 @@ class PrefixRestorer:
         here = self._store.match(session.key, session.max_tokens, in_memory=True)
         start, end, costs = 0 if here is None else here.num_tokens, node.num_tokens, self._runner.costs
         computed_s = self._memory.seconds(start, end)
-        num_bytes = (end - start) * costs.token_bytes + costs.fixed()
+        num_bytes = costs.snapshot(end - start)
         row_id = session.prompt.row.id if self._moves_into_row(session) else None
         if not self._has_room(session, num_bytes):
             session.max_tokens = end - 1

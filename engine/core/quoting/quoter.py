@@ -192,8 +192,7 @@ class Quoter:
     def _snapshot(self, cached: CachedTokens) -> CachedSnapshot | None:
         if (node := cached.node) is None:
             return None
-        costs = self._costs_of_memory
-        return CachedSnapshot(node.digest, node.num_tokens, node.num_tokens * costs.token_bytes + costs.fixed())
+        return CachedSnapshot(node.digest, node.num_tokens, self._costs_of_memory.snapshot(node.num_tokens))
 
     # Seconds until the prompt is begun
 
