@@ -36,7 +36,6 @@ TIMEOUT_PART = 0.25
 """Share of step_timeout_s that a chunk of MIN_PREFILL_TOKENS may be predicted to take; a slower one gets fewer
 tokens."""
 
-
 OLDEST_SHARE = 1 / 3
 """Share of the prefill time that the oldest prompt in progress gets while shorter ones are computed first."""
 

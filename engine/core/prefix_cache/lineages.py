@@ -97,8 +97,8 @@ class Lineages:
         ghost = Ghost(node.kind, node.num_tokens, reason, node.lineage, node.counted_unused_as, "")
         self._add_ghost(node.digest, ghost)
 
-    def stored(self, digest: str) -> None:
-        """Remove the ghost of a boundary that is stored again; unknown digests are ignored."""
+    def discard_ghost(self, digest: str) -> None:
+        """Remove the ghost of a boundary, which is stored again; unknown digests are ignored."""
         if (ghost := self._ghosts.pop(digest, None)) is not None:
             self._lengths[ghost.num_tokens] -= 1
             if not self._lengths[ghost.num_tokens]:
@@ -110,11 +110,11 @@ class Lineages:
         self._lengths.clear()
 
     def _add_ghost(self, digest: str, ghost: Ghost) -> None:
-        self.stored(digest)
+        self.discard_ghost(digest)
         self._ghosts[digest] = ghost
         self._lengths[ghost.num_tokens] += 1
         if len(self._ghosts) > MAX_GHOSTS:
-            self.stored(next(iter(self._ghosts)))
+            self.discard_ghost(next(iter(self._ghosts)))
 
     def _missed(self, ghost: Ghost, base: SnapshotNode | None, now: float) -> None:
         """Record that a prompt would have used a snapshot that is not stored."""

@@ -124,7 +124,7 @@ class Loans:
         Yields:
             The segments to copy back, by row id.
         """
-        returning, leaving = list[SnapshotNode](), list[list[SnapshotNode]]()
+        returning, to_lose = list[SnapshotNode](), list[list[SnapshotNode]]()
         segments = defaultdict[str, list[KVSegment]](list)
         for row_id in row_ids:
             self.revoke(row_id)
@@ -132,14 +132,14 @@ class Loans:
             for node in staying:  # counted now, before the next row's segments are considered
                 self._store.take_back(node)
             returning += staying
-            leaving.append(given_up)
+            to_lose.append(given_up)
             for node in (*staying, *filter(self._is_to_write, given_up)):
                 segments[row_id].append(node.kv_segment)
         try:
             yield dict(segments)
         finally:
             self._take_back_or_lose(returning)
-            for given_up in leaving:
+            for given_up in to_lose:
                 self._write_and_lose(given_up)
             self._finish()
 

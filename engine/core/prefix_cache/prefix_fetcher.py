@@ -19,7 +19,7 @@ log = logging.getLogger("orchard.engine")
 FETCH_TIMEOUT_S = 5.0
 """Shortest time limit of a fetch, in seconds."""
 
-FETCH_PATIENCE = 4.0
+FETCH_TIMEOUT_FACTOR = 4.0
 """A prompt waits for at most this many times the predicted seconds, and no longer than computing takes."""
 
 MEASURE_AGAIN_S = 300.0
@@ -83,7 +83,7 @@ class PrefixFetcher:
             self._client.count_failure("slow")
             return None
         fetch = self._client.fetch(address, holder.digest, holder.num_tokens, int(computed_s / byte_s))
-        return Fetching(fetch, now, now + max(min(computed_s, FETCH_PATIENCE * predicted_s), FETCH_TIMEOUT_S))
+        return Fetching(fetch, now, now + max(min(computed_s, FETCH_TIMEOUT_FACTOR * predicted_s), FETCH_TIMEOUT_S))
 
     def is_over(self, fetching: Fetching, wait_s: float) -> bool:
         """Return whether a fetch has ended, after waiting for at most `wait_s` seconds; it ends at its time limit."""

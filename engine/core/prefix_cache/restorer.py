@@ -21,7 +21,7 @@ log = logging.getLogger("orchard.engine")
 MIN_TOKENS_FROM_DISK = 64
 """A snapshot is read from disk only if it saves at least this many tokens over the best one in memory."""
 
-READ_PATIENCE = 4.0
+READ_TIMEOUT_FACTOR = 4.0
 """A prompt waits for the disk for at most this many times the predicted seconds of reading, and no longer than
 computing takes."""
 
@@ -180,7 +180,7 @@ class PrefixRestorer:
         if (here is not None and end - start < MIN_TOKENS_FROM_DISK) or read_s >= computed_s:
             session.skips_disk = True
             return
-        session.reading = self._disk.read(node, row_id, min(computed_s, READ_PATIENCE * read_s))
+        session.reading = self._disk.read(node, row_id, min(computed_s, READ_TIMEOUT_FACTOR * read_s))
 
     def _advance(self, session: PrefixCacheSession, reading: Reading, wait_s: float, copy_s: float) -> bool:
         """Return whether a reading is over, complete or not; False while it is worth waiting for."""

@@ -353,7 +353,7 @@ class SnapshotStore:
         assert node.digest not in self._nodes
         self._nodes[node.digest] = node
         self._lengths.setdefault(node.key.tenant, Counter())[node.num_tokens] += 1
-        self.lineages.stored(node.digest)
+        self.lineages.discard_ghost(node.digest)
 
     def _set_owner(self, node: SnapshotNode, row_id: str | None, num_bytes: int) -> None:
         """Count `num_bytes` of a KV segment as the cache's, and the rest as the row's."""

@@ -222,7 +222,7 @@ def stalled(there: Node, num_bytes: int, stopped: threading.Event) -> Relay:
 
 def test_a_transfer_beyond_its_time_limit_is_stopped_and_the_prompt_computed(nodes, monkeypatch):
     monkeypatch.setattr("engine.core.prefix_cache.prefix_fetcher.FETCH_TIMEOUT_S", 0.05)
-    monkeypatch.setattr("engine.core.prefix_cache.prefix_fetcher.FETCH_PATIENCE", 0.0)
+    monkeypatch.setattr("engine.core.prefix_cache.prefix_fetcher.FETCH_TIMEOUT_FACTOR", 0.0)
     there, here, stopped = nodes(), nodes(), threading.Event()
     there.serve(request("t", *turns(3)))
     relay = stalled(there, 300, stopped)
