@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from engine.config import EngineConfig, MemoryConfig
-from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.grouping import DecodeGroupPlan, Grouping
 from engine.core.memory.needs import (
     MIN_CHUNK_TOKENS,
@@ -95,34 +94,23 @@ class MemoryBudget:
     """Reserves device memory for rows and prompts, in bytes.
 
     Args:
-        costs: Bytes of rows, prompts and images.
-        limit_bytes: Memory of the engine, weights included.
-        reserve_tokens: See MemoryConfig.reserve_tokens.
+        needs: The needs of requests, and the limit.
         evictable: The prefix cache and the cache of image features.
-        whole_images: See ModelRunner.whole_images.
-        whole_prompts: See MemoryNeeds.
 
     Attributes:
         needs: The needs of requests, and the limit.
+        costs: Bytes of rows, prompts and images.
         prefills: Reservations of the prompts in progress.
         unaccounted_bytes: Device memory in use that no reservation explains, the least of what the last OBSERVATIONS
             calls of `observe` found; counts as used.
         num_underestimates: How often these bytes have grown.
     """
 
-    def __init__(
-        self,
-        costs: MemoryCosts,
-        limit_bytes: int,
-        reserve_tokens: int,
-        evictable: Evictable,
-        whole_images: bool = False,
-        whole_prompts: bool = False,
-    ):
-        self.needs = MemoryNeeds(costs, limit_bytes, reserve_tokens, whole_images, whole_prompts)
-        self.costs = costs
+    def __init__(self, needs: MemoryNeeds, evictable: Evictable):
+        self.needs = needs
+        self.costs = needs.costs
         self._evictable = evictable
-        self.grouping = Grouping(costs, limit_bytes - costs.base_bytes)
+        self.grouping = Grouping(needs.costs, needs.request_bytes)
         self._sampling: dict[str, int] = {}  # MemoryNeed.sampling_bytes by row id
         self.prefills: list[PrefillReservation] = []
         self.unaccounted_bytes = 0
@@ -277,11 +265,11 @@ class MemoryBudget:
 
     def needs_more_slots(self, row: Row) -> bool:
         """Return whether the row may need more slots in the next step than it has reserved."""
-        return row.num_tokens + self.costs.overshoot > self.grouping.of(row.id).slots[row.id]
+        return row.num_tokens + self.costs.overshoot > self.grouping.of(row).slots[row.id]
 
     def row_share(self, row: Row) -> float:
         """Return the share of `request_bytes` that is reserved for the row."""
-        row_bytes = self.costs.rows(1, self.grouping.of(row.id).slots[row.id]) + self._sampling[row.id]
+        row_bytes = self.costs.rows(1, self.grouping.of(row).slots[row.id]) + self._sampling[row.id]
         return row_bytes / max(self.needs.request_bytes, 1)
 
     def extend(self, row: Row) -> int:
@@ -290,7 +278,7 @@ class MemoryBudget:
         With missing bytes, nothing was reserved.
         """
         slots = self.costs.slots(self.needs.need([row]).num_tokens)
-        group = self.grouping.of(row.id)
+        group = self.grouping.of(row)
         if slots > group.num_slots:
             total = self.needs.total_bytes(self._sizes(group, 0, slots), self.prefills, self._sampling_bytes)
             missing = total - self._limit(is_only_prompt=len(self.grouping) == 1)
@@ -415,10 +403,10 @@ def make_memory_budget(config: EngineConfig, runner: ModelRunner, evictable: Evi
     costs = runner.costs
     limit, headroom = limit_and_headroom(config.memory, runner.memory_limit_bytes)
     undivided = runner.whole_images, runner.encoder is not None
-    budget = MemoryBudget(costs, limit - headroom, config.memory.reserve_tokens, evictable, *undivided)
-    if budget.needs.max_row_tokens() < MIN_ROW_TOKENS:
+    needs = MemoryNeeds(costs, limit - headroom, config.memory.reserve_tokens, *undivided)
+    if needs.max_row_tokens() < MIN_ROW_TOKENS:
         raise EngineFailed(
             f"the model takes {costs.base_bytes} bytes, which leaves too few for a request of {MIN_ROW_TOKENS} tokens: "
             f"the limit is {limit} bytes (memory.limit_gb), of which {headroom} stay free (memory.headroom_gb)"
         )
-    return budget
+    return MemoryBudget(needs, evictable)

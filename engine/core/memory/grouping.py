@@ -45,16 +45,15 @@ class Grouping:
         self.groups: dict[int, DecodeGroupPlan] = {}
         self._costs = costs
         self._max_empty_bytes = MAX_WASTE_SHARE * request_bytes
-        self._of_row: dict[str, DecodeGroupPlan] = {}
         self._ids = count()
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return len(self._of_row)
+        return sum(len(group.rows) for group in self.groups.values())
 
-    def of(self, row_id: str) -> DecodeGroupPlan:
+    def of(self, row: Row) -> DecodeGroupPlan:
         """Return a row's decode group."""
-        return self._of_row[row_id]
+        return self.groups[row.decode_group]
 
     def choose(self, num_rows: int, length: int, slots: int) -> DecodeGroupPlan | None:
         """Choose the group in which new rows waste the fewest slots; None for a new group.
@@ -77,11 +76,11 @@ class Grouping:
             self.groups[group.id] = group
         for row in rows:
             row.decode_group = group.id
-            group.rows[row.id], group.slots[row.id], self._of_row[row.id] = row, slots, group
+            group.rows[row.id], group.slots[row.id] = row, slots
 
     def remove(self, row_id: str) -> None:
         """Remove a row; unknown ids are ignored. The runner frees slots that only the longest row needed."""
-        group = self._of_row.pop(row_id, None)
+        group = next((one for one in self.groups.values() if row_id in one.rows), None)
         if group is None:
             return
         del group.rows[row_id], group.slots[row_id]

@@ -10,6 +10,7 @@ from engine.config import EngineConfig
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import Evictable, MemoryBudget
 from engine.core.memory.costs import MemoryCosts
+from engine.core.memory.needs import MemoryNeeds
 from engine.core.prompt import Prompt
 from engine.core.row import Row, RowState
 from engine.core.runner import Drafts, PrefillOutput, RowOutput
@@ -76,7 +77,7 @@ def make_scheduler(
         config=config,
         clock=clock or Clock(),
         costs=costs or CostModel(),
-        budget=budget or MemoryBudget(MemoryCosts(), 0, config.memory.reserve_tokens, evictable),
+        budget=budget or MemoryBudget(MemoryNeeds(MemoryCosts(), 0, config.memory.reserve_tokens), evictable),
         evictable=evictable,
         prefixes=NoPrefixes(),
         has_bursts=False,

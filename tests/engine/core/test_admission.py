@@ -11,6 +11,7 @@ from engine.core.admission import MAX_PASSING
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import OBSERVATIONS, MemoryBudget
 from engine.core.memory.costs import MemoryCosts
+from engine.core.memory.needs import MemoryNeeds
 from engine.core.row import Row
 from engine.core.runner import PLAIN, PrefillOutput, RowOutput
 from engine.core.scheduler import Scheduler
@@ -72,7 +73,7 @@ def tight(budget: int, evictable: Evictables | None = None, clock: Clock | None 
     """A scheduler in which a token of a row costs ten bytes and nothing else costs any."""
     evictable = evictable or Evictables()
     costs = MemoryCosts(token_bytes=10, layer_share=0.0, slots_step=16, overshoot=3)
-    books = MemoryBudget(costs, budget, config.pop("reserve_tokens", 1000), evictable)
+    books = MemoryBudget(MemoryNeeds(costs, budget, config.pop("reserve_tokens", 1000)), evictable)
     return make_scheduler(EngineConfig.model_validate(config), clock, books, evictable)
 
 
@@ -149,7 +150,7 @@ def test_a_growing_row_gets_memory_by_shrinking_the_next_chunk():
     """The chunk before was as large as the memory was free."""
     costs = MemoryCosts(token_bytes=10, layer_share=0.0, slots_step=16, overshoot=3, token_step_bytes=25.0)
     config = EngineConfig.model_validate({"prefill_chunk_tokens_busy": 16, "prefill_chunk_tokens": 2048})
-    budget = MemoryBudget(costs, 12_000, 16, EvictableBytes())
+    budget = MemoryBudget(MemoryNeeds(costs, 12_000, 16), EvictableBytes())
     scheduler = make_scheduler(config, budget=budget)
     row, new = admit(scheduler, spec("row", 20, 200)), Row(spec("new", 600, 10))
     scheduler.add([new])
@@ -166,7 +167,7 @@ def test_a_growing_row_gets_memory_by_shrinking_the_next_chunk():
 
 def test_a_prompt_beside_other_rows_needs_memory_for_a_larger_chunk_than_alone():
     costs = replace(COSTS, token_step_bytes=40.0)
-    books = MemoryBudget(costs, 17_500, 16, EvictableBytes())
+    books = MemoryBudget(MemoryNeeds(costs, 17_500, 16), EvictableBytes())
     row = Row(request("row", 10, 16))
     small, large = (books.shortfall_bytes([Row(request("new", n, 8))]) for n in (520, 640))
     assert (small, large) == (0, 0), "alone it starts with 16 tokens at a time"
@@ -387,7 +388,7 @@ def test_ageing_raises_one_request_of_a_priority_and_fairness_chooses_which():
 
 def test_a_reservation_covers_the_logits_processing_that_the_sampling_parameters_need():
     costs = replace(COSTS, ranked_bytes=100, shaped_bytes=1000)
-    books = MemoryBudget(costs, 100_000, 16, EvictableBytes())
+    books = MemoryBudget(MemoryNeeds(costs, 100_000, 16), EvictableBytes())
     plain = SamplingParams(16)
     asked = {
         0: (plain, replace(plain, temperature=0.5, seed=3)),
@@ -414,7 +415,7 @@ def test_snapshots_are_evicted_for_a_shared_decode_group_only_for_long_answers(m
     model, cached = CostModel(), Evictables(price_s=100.0)
     for _ in range(2):  # the first step after a change of rows is ignored
         model.record_step(1, PLAIN, 1.0, 1.0)
-    budget = MemoryBudget(costs, 200_000, 1000, cached)
+    budget = MemoryBudget(MemoryNeeds(costs, 200_000, 1000), cached)
     scheduler = make_scheduler(EngineConfig(max_running=2), None, budget, cached, model)
     admit(scheduler, spec("long", 3000, 200))
     short = Row(spec("short", 2800, max_tokens))

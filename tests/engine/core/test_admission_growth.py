@@ -6,6 +6,7 @@ import pytest
 
 from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.costs import MemoryCosts
+from engine.core.memory.needs import MemoryNeeds
 from engine.core.row import Row, RowState
 from tests.benchmarks.agents_sim import OPEN_TOKENS, short, with_room
 from tests.benchmarks.sim_runner import MAC_27B, Simulation
@@ -38,7 +39,7 @@ def test_a_prompt_is_not_admitted_when_growing_rows_would_soon_preempt_it(long_a
 
 def test_only_rows_that_outgrow_their_reserve_need_more_memory():
     costs = MemoryCosts(token_bytes=10, slots_step=16)
-    budget = MemoryBudget(costs, 100_000, 64, EvictableBytes())
+    budget = MemoryBudget(MemoryNeeds(costs, 100_000, 64), EvictableBytes())
     rows = [Row(spec(name, num_prompt=100, max_tokens=max_tokens)) for name, max_tokens in (("a", 300), ("b", 20))]
     for row in rows:
         budget.reserve([row])

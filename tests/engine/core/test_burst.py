@@ -11,6 +11,7 @@ from engine.core.burst import MAX_BURST_ROWS, MAX_START_TOKENS, Span, num_togeth
 from engine.core.cost_model import CostModel
 from engine.core.memory.budget import MemoryBudget
 from engine.core.memory.costs import MemoryCosts
+from engine.core.memory.needs import MemoryNeeds
 from engine.core.row import Row
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams, SparsePlan
 from tests.engine.core.rows import EvictableBytes
@@ -202,7 +203,7 @@ COSTS = MemoryCosts(
 
 
 def test_a_burst_reserves_the_intermediate_results_of_all_of_its_rows():
-    budget = MemoryBudget(COSTS, 100_000, 64, EvictableBytes())
+    budget = MemoryBudget(MemoryNeeds(COSTS, 100_000, 64), EvictableBytes())
     rows = [Row(request(f"r{i}", seed=i)) for i in range(4)]
     for row in rows:
         assert budget.reserve([row]) == 0
@@ -218,7 +219,7 @@ def test_a_burst_reserves_the_intermediate_results_of_all_of_its_rows():
 def test_a_burst_without_memory_says_how_much_is_missing_and_reserves_nothing():
     rows = [Row(request(f"r{i}", seed=i)) for i in range(4)]
     held = EvictableBytes()
-    budget = MemoryBudget(COSTS, 100_000, 64, held)
+    budget = MemoryBudget(MemoryNeeds(COSTS, 100_000, 64), held)
     for row in rows:
         budget.reserve([row])
     before, held.snapshot_bytes = budget.reserved_bytes, budget.free_bytes - 10

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine.config import EngineConfig
 from engine.core.memory.budget import OBSERVATIONS, MemoryBudget, make_memory_budget
 from engine.core.memory.costs import MemoryCosts
+from engine.core.memory.needs import MemoryNeeds
 from engine.core.prompt import Prompt
 from engine.core.row import Row
 from engine.core.runner import PrefillOutput
@@ -50,7 +51,7 @@ def rows(request: EngineRequest) -> list[Row]:
 def budget_of(
     limit_bytes: int = 100_000, reserve_tokens: int = 64, cached: int = 0, costs: MemoryCosts = COSTS
 ) -> MemoryBudget:
-    return MemoryBudget(costs, limit_bytes, reserve_tokens, EvictableBytes(cached))
+    return MemoryBudget(MemoryNeeds(costs, limit_bytes, reserve_tokens), EvictableBytes(cached))
 
 
 def observe(books: MemoryBudget, active_bytes: int) -> None:
@@ -197,7 +198,7 @@ def test_buffers_of_a_decode_group_may_exceed_its_arrays_without_being_unaccount
         (row,) = rows(request("row", 30, 20))
         assert not books.reserve([row])
         books.release_prefill(row)
-        arrays = COSTS.base_bytes + COSTS.rows(1, books.grouping.of(row.id).slots[row.id])
+        arrays = COSTS.base_bytes + COSTS.rows(1, books.grouping.of(row).slots[row.id])
         observe(books, arrays + books.accounts.transient_bytes + 300)
         return books.num_underestimates
 
@@ -288,7 +289,7 @@ def test_an_engine_whose_weights_leave_no_room_does_not_start_and_names_the_figu
 
 
 def test_the_accounts_add_up_to_the_limit():
-    books = MemoryBudget(COSTS, 100_000, 64, EvictableBytes(snapshot_bytes=3000, image_bytes=500))
+    books = MemoryBudget(MemoryNeeds(COSTS, 100_000, 64), EvictableBytes(snapshot_bytes=3000, image_bytes=500))
     for name, n in (("row", 1), ("choices", 3)):
         assert not books.reserve(rows(replace(request(name, num_prompt=40, max_tokens=20), num_choices=n)))
     observe(books, 100_000 - books.free_bytes + 700)
