@@ -12,7 +12,7 @@ from engine.core.quoting.load import LoadRecorder
 from engine.placement import KnownPrefix, MovableSnapshot
 
 MIN_PROBABILITY = 0.05
-"""Snapshots that are less likely to be used again stay where they are: those behind which a conversation has gone on,
+"""Snapshots that are less likely to be used again stay where they are: those after which a conversation has gone on,
 or that it has left."""
 
 MAX_KNOWN = 32
@@ -76,8 +76,8 @@ class MovableSnapshots:
         return chosen
 
     def of_conversation(self, conversation: int) -> MovableSnapshot | None:
-        """Return the snapshot behind the last turn of a conversation that lives here; None if none is stored."""
-        if (residence := self._loads.residents.leaving(conversation)) is None:
+        """Return the snapshot after the last turn of a conversation that lives here; None if none is stored."""
+        if (residence := self._loads.residents.residence_of(conversation)) is None:
             return None
         keys = residence.keys
         if (node := self._loads.prefixes.last_of(keys)) is None:
@@ -158,5 +158,5 @@ class MovableSnapshots:
             has_images=bool(node.key.media),
             key=int(node.digest[:16], 16) if key is None else key,
             known=tuple(here.items())[:MAX_KNOWN],
-            residence=self._loads.residents.leaving(conversation),
+            residence=self._loads.residents.residence_of(conversation),
         )

@@ -42,7 +42,7 @@ class KnownPrefixes:
         self._prefixes: OrderedDict[int, KnownPrefix] = OrderedDict()
 
     def note(self, key: int, digest: str, num_tokens: int, conversation: int | None = None) -> None:
-        """Remember the boundary behind a key, as soon as a prompt with it has arrived.
+        """Remember the boundary after a key, as soon as a prompt with it has arrived.
 
         Args:
             key: The key.
@@ -56,7 +56,7 @@ class KnownPrefixes:
         self._put(key, known)
 
     def take_over(self, key: int, known: KnownPrefix) -> None:
-        """Remember what another node knew of a key, unless a snapshot is stored behind it here."""
+        """Remember what another node knew of a key, unless a snapshot is stored after it here."""
         own = self._prefixes.get(key)
         if own is None or (self._find(own.digest) is None and self._find(own.answer) is None):
             self._put(key, known)
@@ -78,7 +78,7 @@ class KnownPrefixes:
             self._prefixes.popitem(last=False)
 
     def note_answer(self, key: int, node: SnapshotNode) -> None:
-        """Remember the snapshot after the answer to the turn behind a key."""
+        """Remember the snapshot after the answer to the turn of a key."""
         if (known := self._prefixes.get(key)) is not None:
             self._prefixes[key] = replace(known, answer=node.digest, answer_tokens=node.num_tokens)
 

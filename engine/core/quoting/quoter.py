@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from engine.config import EngineConfig
 from engine.core.admission import SHORT_PART
 from engine.core.cost_model import CostModel
-from engine.core.memory.costs import MemoryCosts
 from engine.core.memory.needs import MemoryNeeds
 from engine.core.prefill_scheduler import OLDEST_PER_OTHER_S
 from engine.core.prompt_queue import queue_rank
@@ -119,6 +118,7 @@ class Quoter:
         self._clock = clock
         self._costs = costs
         self._needs = needs
+        self._memory_costs = needs.costs
         self._recorder = recorder
         self._is_caching = is_caching
         self._is_fetching = is_fetching
@@ -150,7 +150,7 @@ class Quoter:
         """Return the quote of a request that is placed here after these bookings, without `next_s`."""
         prompt_s = self._costs.prompt_s(cached.num_tokens, question.num_tokens)
         if cached.is_on_disk:
-            prompt_s += self._costs.read_s(cached.num_tokens * self._costs_of_memory.token_bytes)
+            prompt_s += self._costs.read_s(cached.num_tokens * self._memory_costs.token_bytes)
         ahead = [*load.queued, *map(_booked, bookings)]
         return Quote(
             cached_tokens=cached.num_tokens,
@@ -185,14 +185,10 @@ class Quoter:
         self.bookings.add(question, quote.cached_tokens)
         return None
 
-    @property
-    def _costs_of_memory(self) -> MemoryCosts:
-        return self._needs.costs
-
     def _snapshot(self, cached: CachedTokens) -> CachedSnapshot | None:
         if (node := cached.node) is None:
             return None
-        return CachedSnapshot(node.digest, node.num_tokens, self._costs_of_memory.snapshot(node.num_tokens))
+        return CachedSnapshot(node.digest, node.num_tokens, self._memory_costs.snapshot(node.num_tokens))
 
     # Seconds until the prompt is begun
 
@@ -256,7 +252,7 @@ class Quoter:
         return max(0.0, share_of_rows, share_of_bytes) * load.answer_tokens * token_s
 
     def _row_bytes(self, num_tokens: int, num_rows: int = 1) -> int:
-        costs = self._costs_of_memory
+        costs = self._memory_costs
         return num_rows * costs.rows(1, costs.slots(num_tokens))
 
     # What its place costs
@@ -298,7 +294,7 @@ class Quoter:
             if one.question.keys.conversation not in residents
         }
         newcomers.pop(question.keys.conversation, None)
-        figures, costs = residents.figures, self._costs_of_memory
+        figures, costs = residents.figures, self._memory_costs
         num_tokens = list(figures.num_tokens)
         for one in newcomers.values():
             for index, length in enumerate(residents.reach(one.num_tokens)):

@@ -99,7 +99,7 @@ class Residents:
             self._count(resident, 1)
             self._publish()
 
-    def leaving(self, conversation: int | None) -> Residence | None:
+    def residence_of(self, conversation: int | None) -> Residence | None:
         """Return what another node needs to know of a conversation; None if it does not live here."""
         if conversation is None or conversation not in self:
             return None

@@ -104,7 +104,7 @@ def test_what_another_node_knew_does_not_replace_what_is_stored_here(engine):
     assert not engine.core.movable.arrived(snapshot, ""), "no file has arrived"
     known = engine.core._loads.prefixes._prefixes
     assert engine.core.prefixes.store.get(known[1001].digest) is not None and 1002 in known
-    assert engine.core._loads.residents.leaving(1).num_turns == 1
+    assert engine.core._loads.residents.residence_of(1).num_turns == 1
 
 
 def test_a_snapshot_is_worth_as_much_by_the_pace_of_the_engine_that_gets_it(engine):
