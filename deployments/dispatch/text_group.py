@@ -41,14 +41,15 @@ async def each(
         texts: The texts.
         compute: Computes a group.
         num_parallel: Texts that busy engines take at once; all groups under way share them.
-        num_engines: Engines among which groups may be divided.
+        num_engines: Engines among which groups may be divided; 0 while none is known.
         convert: Converts a result as soon as its group is complete.
 
     Raises:
         OrchardError: The first error of `compute` or `convert`; the other groups are cancelled.
     """
     num_wanted = min(num_parallel, max(MIN_GROUPS, num_engines))
-    groups = list(_groups(texts, min(MAX_TEXTS, -(-len(texts) // min(num_wanted, num_engines)))))
+    num_shares = max(1, min(num_wanted, num_engines))
+    groups = list(_groups(texts, min(MAX_TEXTS, -(-len(texts) // num_shares))))
     num_workers = min(num_wanted, len(groups))
     found = dict[int, TextResults]()
     waiting = enumerate(groups)

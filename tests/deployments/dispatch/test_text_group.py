@@ -75,7 +75,7 @@ def test_the_query_of_a_score_counts_for_its_group():
 
 def test_texts_are_divided_among_engines():
     texts = [text(i) for i in range(10)]
-    assert [len(group) for group in groups_of(texts, 4, 1)] == [10]
+    assert [len(group) for group in groups_of(texts, 4, 1)] == [len(group) for group in groups_of(texts, 4, 0)] == [10]
     assert [len(group) for group in groups_of(texts, 4, 3)] == [4, 4, 2]
     assert [len(group) for group in groups_of(texts, 4, 9)] == [3, 3, 3, 1]
     assert [len(group) for group in groups_of(texts[:2], 2, 9)] == [1, 1]
