@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,10 +18,11 @@ from deployments.args import AppArgs
 from deployments.autoscaling import engines_by_node
 from deployments.calls.ingress_peers import IngressPeers
 from deployments.calls.population import CODE, own_code
-from deployments.dispatch.embedding import embed_all, read_embedding
+from deployments.dispatch.embedding import embed_all
 from deployments.dispatch.engine_client import PLAN_TIMEOUT_S, EngineClient
 from deployments.dispatch.engine_stream import EngineStream
 from deployments.dispatch.pair_scorer import PairScorer
+from deployments.dispatch.prompt_field import naming_prompt
 from deployments.dispatch.text_generation import TextGeneration, answer_rules, left_open
 from deployments.draining import on_stop
 from deployments.engine_ids import engine_ids, node_of
@@ -208,14 +209,11 @@ class Ingress:
 
     async def embed(self, request: EmbedRequest) -> Embeddings:
         self._refuse_reranker("gives no embeddings")
-        return await embed_all(request, self._embed_one, may_shorten=self._is_embedding_model)
+        shortens = self._is_embedding_model
+        return await embed_all(request, self._client.compute, self._client.nodes.num, may_shorten=shortens)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        return await self._pair_scorer.score(request, self._embed_one)
-
-    async def _embed_one(self, request: ChatRequest) -> tuple[bytes, int]:
-        with naming_prompt(request):
-            return await read_embedding(await self._client.start(request, Route.TEXT))
+        return await self._pair_scorer.score(request, self._client.compute, self._client.nodes.num)
 
     async def count_tokens(self, request: ChatRequest, route: Route) -> int:
         with naming_prompt(request):
@@ -408,17 +406,6 @@ def _raise_silent(silent: Sequence[SilentEngine], others: str = "") -> None:
 def plan_timeout_s(args: AppArgs) -> float:
     """Return the longest wait for a plan, which includes the scoring of a long prompt."""
     return PLAN_TIMEOUT_S + (args.spec_prefill.deadline_s if args.spec_prefill.enabled else 0)
-
-
-@contextmanager
-def naming_prompt(request: ChatRequest) -> Iterator[None]:
-    """Make errors about a raw prompt name the client's field instead of `messages`, which planner and engine use."""
-    try:
-        yield
-    except InvalidRequest as error:
-        if request.raw_prompt is not None and error.field in (None, "messages"):
-            error.field = request.prompt_field
-        raise
 
 
 def own_deployment() -> DeploymentHandle | None:

@@ -26,7 +26,8 @@ from engine.errors import EngineFailed, Unavailable
 from engine.placement import MovableSnapshot, Question, Quote, TakenOver
 from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.fingerprint import checkpoint_fingerprint
-from engine.protocol import CachedPrefix, EngineRequest, TokenChunk
+from engine.protocol import CachedPrefix, EngineRequest, GroupEnds, TokenChunk
+from engine.request_group import generate_group
 from engine.status import CacheCleared, CacheStatus
 from engine.timeline import RowTimeline
 
@@ -93,14 +94,27 @@ class ModelReplica:
         Raises:
             Unavailable: The prompt was tokenized for another checkpoint, or see AsyncEngine.generate.
         """
-        if request.checkpoint not in ("", self._checkpoint):
-            other = "The model is being replaced: the prompt was tokenized for another one. Please send it again."
-            raise Unavailable(other, retry_after.REPLACED_S)
+        self._check_checkpoint(request)
         request = replace(request, http_request_id=http_request_id())
         chunks: Any = self._engine.generate(request, HEARTBEAT_PERIOD_S)
         async with aclosing(chunks):
             async for chunk in chunks:
                 yield chunk
+
+    async def generate_group(self, requests: Sequence[EngineRequest], num_parallel: int) -> AsyncIterator[GroupEnds]:
+        """Yield the ends of requests with one result each, and heartbeats; see engine.request_group.
+
+        Raises:
+            Unavailable: The prompts were tokenized for another checkpoint.
+        """
+        for request in requests:
+            self._check_checkpoint(request)
+        http_id = http_request_id()
+        named = [replace(request, http_request_id=http_id) for request in requests]
+        messages: Any = generate_group(self._engine, named, num_parallel, HEARTBEAT_PERIOD_S)
+        async with aclosing(messages):
+            async for message in messages:
+                yield message
 
     async def quote(self, question: Question) -> Quote:
         """Predict when the first token of a request would come here, see AsyncEngine.quote."""
@@ -184,6 +198,11 @@ class ModelReplica:
     async def warm_up(self, sources: Sequence[tuple[str, Sequence[MovableSnapshot]]]) -> EngineAnswer[None]:
         """Begin to fetch what other engines share, see SnapshotTakeOver.warm_up."""
         return self._answer(self._engine.take_over.warm_up(sources))
+
+    def _check_checkpoint(self, request: EngineRequest) -> None:
+        if request.checkpoint not in ("", self._checkpoint):
+            other = "The model is being replaced: the prompt was tokenized for another one. Please send it again."
+            raise Unavailable(other, retry_after.REPLACED_S)
 
     def _answer(self, answer: T) -> EngineAnswer[T]:
         return EngineAnswer(self._engine_id, replica_info()["replica_id"], answer)

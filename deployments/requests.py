@@ -204,7 +204,7 @@ class EmbedRequest:
     fields: tuple[str, ...]
     """The client's field of each prompt, for errors."""
     num_parallel: int = 1
-    """Prompts that may be in the engines at once."""
+    """Choices that the request counts for: prompts that are in the engines at once while these are busy."""
     num_dimensions: int | None = None
     """Length of the vectors that the client asks for. None: the model's own."""
     prompt_name: str | None = None
@@ -248,7 +248,7 @@ class ScoreRequest:
     instruction: str | None = None
     """See ChatRequest."""
     num_parallel: int = 1
-    """Prompts that may be in the engines at once."""
+    """Choices that the request counts for: prompts that are in the engines at once while these are busy."""
     client: str = ""
     """See EngineRequest."""
     priority: int = 0

@@ -328,6 +328,11 @@ class AsyncEngine:
         await self._thread.call(lambda core: core.move_all())
 
     @property
+    def num_open_choices(self) -> int:
+        """Choices that run or wait."""
+        return self._open.num_choices
+
+    @property
     def has_left(self) -> bool:
         """Whether new requests are rejected since `move_all`."""
         return self._has_left

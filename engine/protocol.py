@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from engine.config import BoundaryKind, Pooling
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, OrchardError
 from engine.placement import ConversationKeys, PrefixHolder
 from engine.timeline import RowTimeline
 
@@ -349,6 +349,19 @@ class TokenChunk:
 
 HEARTBEAT = TokenChunk(())
 """Yielded on request when there was no output for a while."""
+
+
+@dataclass(frozen=True)
+class GroupEnds:
+    """The requests of a group that have ended since the last message."""
+
+    ends: tuple[tuple[int, TokenChunk | OrchardError], ...] = ()
+    """Index in the group, and the last chunk of the request or the error that ended it, after which nothing follows."""
+
+    @property
+    def is_heartbeat(self) -> bool:
+        """Whether it only says that the engine is alive."""
+        return not self.ends
 
 
 @dataclass(frozen=True)

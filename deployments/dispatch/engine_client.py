@@ -15,11 +15,11 @@ another engine, see engine_stream.py.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
@@ -27,22 +27,25 @@ from ray.serve.handle import DeploymentHandle
 from deployments.calls.replica_calls import Silent, call_within, cause_of, is_replica_lost, while_running, why_silent
 from deployments.calls.replica_choice import NoOtherReplica, NoReplica, NoReplicaYet, pin_to
 from deployments.dispatch.engine_nodes import EngineNodes
-from deployments.dispatch.engine_stream import SILENCE_LIMIT_S, AnswerPart, ChunkReader, EngineStream
+from deployments.dispatch.engine_stream import SILENCE_LIMIT_S, AnswerPart, ChunkReader, EngineStream, failure_of
 from deployments.dispatch.hand_over import HandOver
 from deployments.dispatch.placer import Placer
 from deployments.dispatch.replication import Replication
+from deployments.dispatch.text_group import TextGroup, TextResults
 from deployments.engine_ids import node_of
 from deployments.http.timeline import ENGINE, current
 from deployments.process import node_id
 from deployments.ray_internals import LOCAL_NODE, RunningNode, cancel_call, running_nodes
 from deployments.requests import ChatRequest, EngineAnswer, Plan, Route, SilentEngine
 from engine import retry_after
-from engine.errors import Cancelled, EngineFailed, InvalidRequest, OrchardError, Overloaded, QueueTimeout, Unavailable
+from engine.errors import EngineFailed, Overloaded, QueueTimeout, Unavailable
 from engine.placement import PrefixHolder
-from engine.protocol import GRAMMAR_FAILED, EngineRequest, FinishReason, Progress, TokenChunk
+from engine.protocol import EngineRequest, GroupEnds, Progress, TokenChunk
 from engine.timeline import RowTimeline
 
 log = logging.getLogger("ray.serve")
+
+T = TypeVar("T")
 
 ENGINE_TIMEOUT_S = 30.0
 """Longest wait for an engine over both attempts, where none is running."""
@@ -140,6 +143,7 @@ class EngineClient:
         self._engine = engine.options(
             stream=True, _by_reference=False, method_name="generate", response_serialization="pickle"
         )
+        self._groups = self._engine.options(method_name="generate_group")
         self._planners = {route: planner.options(method_name="plan") for route, planner in planners.items()}
         self._questions = engine
         self._placer = Placer(engine)
@@ -163,18 +167,39 @@ class EngineClient:
 
         Raises InvalidRequest, Overloaded, Unavailable, EngineFailed, Cancelled.
         """
+        return await self._retried(
+            request.request_id, lambda attempt: self._attempt(request, route, attempt, may_resume)
+        )
+
+    async def compute(self, texts: Sequence[ChatRequest], num_parallel: int) -> TextResults:
+        """Compute the embeddings or scores of a group of texts, all on one engine.
+
+        If it is lost or refuses a text, those left are computed on another one.
+
+        Args:
+            texts: The texts.
+            num_parallel: Texts that the engine takes at once while it is busy.
+
+        Raises InvalidRequest, which names the text, Overloaded, Unavailable, EngineFailed, Cancelled.
+        """
+        group = TextGroup(texts)
+        await self._retried(texts[0].request_id, lambda attempt: self._attempt_group(group, num_parallel, attempt))
+        return group.results
+
+    async def _retried(self, request_id: str, make: Callable[[PlacementAttempt], Awaitable[T]]) -> T:
+        """Attempt a request, and once more where the first attempt's error allows it."""
         attempt = PlacementAttempt(self._engine_timeout_s, self._plan_timeout_s)
         try:
-            return await self._attempt(request, route, attempt, may_resume)
+            return await make(attempt)
         except Exception as error:
             first = cause_of(error)
         again = self._after(first, attempt)
         if again is None:
             raise self._answer_to(first) from None
-        log.warning("request %s: retrying on another replica after %r", request.request_id, first)
+        log.warning("request %s: retrying on another replica after %r", request_id, first)
         current().lap("retry", after=type(first).__name__)
         try:
-            return await self._attempt(request, route, again, may_resume)
+            return await make(again)
         except NoOtherReplica:
             raise self._answer_to(first) from None
         except Exception as error:
@@ -285,9 +310,36 @@ class EngineClient:
         part = await opening
         timeline.first_token_s = timeline.seconds
         self.nodes.forget(engine.replica_id)
-        may_resume = may_resume and plan.request.pooling is None
         move = partial(self._move, _kept(request, route), route, plan) if may_resume else None
         return EngineStream(plan, part, move, lambda replica_id: self.nodes.note(replica_id, LOSS_S))
+
+    async def _attempt_group(self, group: TextGroup, num_parallel: int, attempt: PlacementAttempt) -> None:
+        """Compute the texts of a group that are left on one engine."""
+        timeline, texts = current(), group.left
+        engine = await self._choose(texts[0], Route.TEXT, attempt)
+        planner = self._planners[Route.TEXT].options(method_name="plan_group")
+        requests = group.planned(await self._planned(planner, attempt, texts))
+        self._check_checkpoint(requests[0])
+        timeline.lap("plan", num_texts=len(requests), num_tokens=sum(len(one.token_ids) for one in requests))
+        timeline.asked = _asked(requests[0])
+        attempt.stage = "engine"
+        sent = [replace(one, spent_s=timeline.spent_s) for one in requests]
+        with ExitStack() as resources:
+            messages: Any = self._groups.options(session_id=pin_to(engine.node_id, 0.0)).remote(sent, num_parallel)
+            resources.callback(cancel_call, messages)
+            reader = ChunkReader[GroupEnds](messages, self._silence_limit_s)
+            resources.callback(reader.close)
+            while not group.is_complete:
+                message = await reader.next()
+                timeline.lap(ENGINE)
+                if message is None:
+                    raise EngineFailed("The engine ended the requests before their last result.")
+                for chunk in group.take(message):
+                    if chunk.timeline is not None:
+                        timeline.add_row(chunk.timeline)
+                timeline.first_token_s = timeline.seconds
+            await reader.read_end(texts[0].request_id)
+        self.nodes.forget(engine.replica_id)
 
     async def _open(self, engine: RunningNode, request: EngineRequest) -> AnswerPart:
         """Dispatch a request to an engine, and return at its first chunk, which is no failure."""
@@ -296,7 +348,7 @@ class EngineClient:
             chunks: Any = self._engine.options(session_id=pin_to(engine.node_id, 0.0)).remote(request)
             del request
             resources.callback(cancel_call, chunks)
-            reader = ChunkReader(chunks, self._silence_limit_s)
+            reader = ChunkReader[TokenChunk](chunks, self._silence_limit_s)
             resources.callback(reader.close)
             first = await reader.next()
             timeline.lap(ENGINE)
@@ -366,13 +418,18 @@ class EngineClient:
         return attempt.engine
 
     async def _plan(self, request: ChatRequest, route: Route, attempt: PlacementAttempt) -> Plan:
-        engine_id = attempt.engine.node_id
-        node_id = node_of(engine_id)
-        planner = self._planners[route].options(session_id=pin_to(node_id, attempt.pin_wait_s))
-        planning = call_within(max(attempt.plan_s, 0), planner.remote(request, engine_id))
+        plan = await self._planned(self._planners[route], attempt, request, attempt.engine.node_id)
+        self._check_checkpoint(plan.request)
+        return plan
+
+    async def _planned(self, handle: DeploymentHandle, attempt: PlacementAttempt, *args: Any) -> Any:
+        """Call the planner on the node of an attempt's engine. Raises TooLate, or whatever the call raises."""
+        node_id = node_of(attempt.engine.node_id)
+        planner = handle.options(session_id=pin_to(node_id, attempt.pin_wait_s))
+        planning = call_within(max(attempt.plan_s, 0), planner.remote(*args))
         began = self._clock()
         try:
-            plan = await while_running(planner, node_id, asyncio.ensure_future(planning))
+            return await while_running(planner, node_id, asyncio.ensure_future(planning))
         except NoReplicaYet:
             raise TooLate(NO_PLANNER_YET, retry_after.NOT_READY_S) from None
         except TimeoutError:
@@ -380,10 +437,11 @@ class EngineClient:
             raise TooLate(late, retry_after.REPLICA_LOST_S) from None
         finally:
             attempt.plan_s -= self._clock() - began
-        if self._checkpoint and plan.request.checkpoint not in ("", self._checkpoint):
+
+    def _check_checkpoint(self, request: EngineRequest) -> None:
+        if self._checkpoint and request.checkpoint not in ("", self._checkpoint):
             other = "The model is being replaced: the prompt was tokenized for another one. Please send it again."
             raise Unavailable(other, retry_after.REPLACED_S)
-        return plan
 
     def _answer_to(self, error: Exception) -> Exception:
         """Convert an error to one for the client; an unexpected error is returned unchanged."""
@@ -420,15 +478,3 @@ def _asked(request: EngineRequest) -> dict[str, float]:
         "top_p": sampling.top_p,
         "choice.count": request.num_choices,
     }
-
-
-def failure_of(chunk: TokenChunk, request: EngineRequest) -> OrchardError | None:
-    """Return the error with which a chunk ends its choice; None if the choice goes on or ended normally."""
-    if chunk.finish_reason is FinishReason.ABORT:
-        return Cancelled(chunk.error or "The request was cancelled.")
-    if chunk.finish_reason is not FinishReason.ERROR:
-        return None
-    message = chunk.error or "The engine ended the request with an error."
-    if message.startswith(GRAMMAR_FAILED) and request.grammar is not None:
-        return InvalidRequest(f"The answer cannot be constrained further: {message}.", request.grammar.field)
-    return EngineFailed(message) if chunk.retry_after_s is None else Unavailable(message, chunk.retry_after_s)

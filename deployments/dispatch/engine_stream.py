@@ -5,14 +5,14 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from deployments.calls.replica_calls import CancelledThere, Silent, cause_of, is_replica_lost
 from deployments.http.timeline import ENGINE, current
 from deployments.requests import Plan
 from engine import retry_after
-from engine.errors import OrchardError, Unavailable
-from engine.protocol import FinishReason, Progress, TokenChunk
+from engine.errors import Cancelled, EngineFailed, InvalidRequest, OrchardError, Unavailable
+from engine.protocol import GRAMMAR_FAILED, EngineRequest, FinishReason, Progress, TokenChunk
 
 log = logging.getLogger("ray.serve")
 
@@ -36,7 +36,17 @@ CLOSE_TIMEOUT_S = 10.0
 engine may be unreachable."""
 
 
-class ChunkReader:
+class Message(Protocol):
+    """An item of an engine's call."""
+
+    @property
+    def is_heartbeat(self) -> bool: ...
+
+
+M = TypeVar("M", bound=Message)
+
+
+class ChunkReader(Generic[M]):
     """Reads the chunks of one call, drops heartbeats, and limits the silence between items.
 
     One timer watches all reads of a call, as a timeout around each read would cost more than everything else that the
@@ -47,7 +57,7 @@ class ChunkReader:
         """Start to watch a call; must be called in a running event loop.
 
         Args:
-            chunks: The call's items, each a TokenChunk.
+            chunks: The call's items, of one class.
             silence_limit_s: Longest wait for the next item, heartbeats included.
             clock: Monotonic seconds; the event loop's by default.
         """
@@ -61,7 +71,7 @@ class ChunkReader:
         self._is_silent = False
         self._timer = self._call_later(silence_limit_s, self._look)
 
-    async def next(self) -> TokenChunk | None:
+    async def next(self) -> M | None:
         """Return the next chunk that is not a heartbeat; None at the end of the stream.
 
         Raises:
@@ -96,6 +106,18 @@ class ChunkReader:
         else:
             self._timer = self._call_later(left_s, self._look)
 
+    async def read_end(self, request_id: str) -> None:
+        """Let the call end by itself after its last chunk.
+
+        A cancellation could overtake the regular end, and Serve would then count a cancelled request.
+        """
+        try:
+            async with asyncio.timeout(LAST_READ_S):
+                while await self.next() is not None:
+                    pass
+        except Exception as error:
+            log.info("request %s: the stream did not end after its last choice: %r", request_id, error)
+
     def close(self) -> None:
         """Stop the timer. It does not cancel the call."""
         self._timer.cancel()
@@ -109,7 +131,7 @@ class AnswerPart:
     """'' without Ray."""
     replica_id: str
     first: TokenChunk
-    rest: ChunkReader
+    rest: ChunkReader[TokenChunk]
     resources: AsyncExitStack
     """Its call, which ends with it."""
 
@@ -260,18 +282,17 @@ class EngineStream:
 
     async def _close(self) -> None:
         if not self._open and not self._is_at_end:
-            await self._read_end()
+            await self._part.rest.read_end(self.plan.request.request_id)
         await self._part.resources.aclose()
 
-    async def _read_end(self) -> None:
-        """Let the call end by itself after the last choice.
 
-        A cancellation could overtake the regular end, and Serve would then count a cancelled request.
-        """
-        try:
-            async with asyncio.timeout(LAST_READ_S):
-                while await self._part.rest.next() is not None:
-                    pass
-        except Exception as error:
-            unended = "request %s: the stream did not end after its last choice: %r"
-            log.info(unended, self.plan.request.request_id, error)
+def failure_of(chunk: TokenChunk, request: EngineRequest) -> OrchardError | None:
+    """Return the error with which a chunk ends its choice; None if the choice goes on or ended normally."""
+    if chunk.finish_reason is FinishReason.ABORT:
+        return Cancelled(chunk.error or "The request was cancelled.")
+    if chunk.finish_reason is not FinishReason.ERROR:
+        return None
+    message = chunk.error or "The engine ended the request with an error."
+    if message.startswith(GRAMMAR_FAILED) and request.grammar is not None:
+        return InvalidRequest(f"The answer cannot be constrained further: {message}.", request.grammar.field)
+    return EngineFailed(message) if chunk.retry_after_s is None else Unavailable(message, chunk.retry_after_s)

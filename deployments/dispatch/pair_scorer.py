@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from deployments.dispatch.embedding import EmbedOne, each
+from deployments.dispatch.text_group import ComputeGroup, each
 from deployments.requests import ChatRequest, ScoreRequest, Scores
 from engine.errors import InvalidRequest
 from engine.processing.cross_encoder import CrossEncoder
@@ -35,15 +35,16 @@ class PairScorer:
     embedding_model: EmbeddingModel | None
     reranker: Reranker | CrossEncoder | None
 
-    async def score(self, request: ScoreRequest, embed_one: EmbedOne) -> Scores:
+    async def score(self, request: ScoreRequest, compute: ComputeGroup, num_engines: int = 1) -> Scores:
         """Compute the scores of a request.
 
         Args:
             request: The pairs.
-            embed_one: Computes one embedding, or one score of a request with `scored_query`.
+            compute: Computes a group of embeddings, or of scores of requests with `scored_query`.
+            num_engines: Engines among which groups may be divided.
 
         Raises:
-            OrchardError: The model scores nothing, or the first error of embed_one; the other prompts are cancelled.
+            OrchardError: The model scores nothing, or the first error of `compute`; the other groups are cancelled.
         """
         if isinstance(self.reranker, CrossEncoder) and request.instruction is not None:
             raise InvalidRequest(
@@ -52,7 +53,7 @@ class PairScorer:
                 "instruction",
             )
         if self.reranker is not None:
-            return await _by_reranker(request, embed_one)
+            return await _by_reranker(request, compute, num_engines)
         if self.embedding_model is None:
             raise InvalidRequest(
                 f"The model {self.model_name!r} generates text and scores no documents. Serve a reranker, such as "
@@ -66,10 +67,10 @@ class PairScorer:
                 "into the query.",
                 "instruction",
             )
-        return await _by_cosine(request, embed_one, self.embedding_model)
+        return await _by_cosine(request, compute, num_engines, self.embedding_model)
 
 
-async def _by_cosine(request: ScoreRequest, embed_one: EmbedOne, model: EmbeddingModel) -> Scores:
+async def _by_cosine(request: ScoreRequest, compute: ComputeGroup, num_engines: int, model: EmbeddingModel) -> Scores:
     """Embed each text once, and return the cosines."""
     query_role, document_role = (
         name if request.is_search and name in model.prompts else None for name in (QUERY, DOCUMENT)
@@ -81,7 +82,7 @@ async def _by_cosine(request: ScoreRequest, embed_one: EmbedOne, model: Embeddin
         _request(request, index, field, raw_prompt=text, prompt_name=role)
         for index, ((text, role), field) in enumerate(fields.items())
     ]
-    found = await each(requests, embed_one, request.num_parallel)
+    found = await each(requests, compute, request.num_parallel, num_engines)
     vectors = dict(zip(fields, (np.frombuffer(vector, "<f4").astype(np.float64) for vector, _ in found), strict=True))
     values = (
         _cosine(vectors[query, query_role], vectors[document, document_role]) for query, document in request.pairs
@@ -89,14 +90,14 @@ async def _by_cosine(request: ScoreRequest, embed_one: EmbedOne, model: Embeddin
     return Scores(tuple(values), _num_tokens(found))
 
 
-async def _by_reranker(request: ScoreRequest, embed_one: EmbedOne) -> Scores:
+async def _by_reranker(request: ScoreRequest, compute: ComputeGroup, num_engines: int) -> Scores:
     """Compute each pair once, and return probabilities or log-odds, the logit of an encoder's only class."""
     fields = dict(_first(request.pairs, request.document_fields))
     requests = [
         _request(request, index, field, raw_prompt=document, scored_query=query, instruction=request.instruction)
         for index, ((query, document), field) in enumerate(fields.items())
     ]
-    found = await each(requests, embed_one, request.num_parallel)
+    found = await each(requests, compute, request.num_parallel, num_engines)
     log_odds = {pair: float(np.frombuffer(score, "<f4")[0]) for pair, (score, _) in zip(fields, found, strict=True)}
     values = {pair: probability(value) if request.has_activation else value for pair, value in log_odds.items()}
     return Scores(tuple(values[pair] for pair in request.pairs), _num_tokens(found))

@@ -4,8 +4,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
-from deployments.dispatch.engine_client import failure_of
-from deployments.dispatch.engine_stream import EngineStream
+from deployments.dispatch.engine_stream import EngineStream, failure_of
 from deployments.http.generation import PromptLogprobs, TextDelta, TextLogprobs, ToolCall
 from deployments.planners.prompt_planner import thinks
 from deployments.requests import ChatRequest

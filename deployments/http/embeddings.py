@@ -13,14 +13,15 @@ from deployments.requests import ChatRequest, Embeddings, EmbedRequest, ScoreReq
 T = TypeVar("T", EmbedRequest, ScoreRequest)
 
 MAX_PARALLEL = 4
-"""Inputs of one request that are in the engines at once, enough to keep an engine busy."""
+"""Choices that a request with several inputs counts for. An idle engine computes more of them at once, see
+engine/request_group.py."""
 
 
 def completed(context: HttpContext, wanted: T, whole: ChatRequest) -> T:
     """Return a request as it is computed.
 
     Args:
-        context: The HTTP API, which limits the prompts that are computed at once.
+        context: The HTTP API, which limits the choices of a request.
         wanted: What the body says.
         whole: The request as `HttpContext.read` returns it, with id and client.
     """

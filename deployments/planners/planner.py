@@ -14,7 +14,8 @@ from deployments.process import node_id, replica_info
 from deployments.ray_internals import listen_on_node_address
 from deployments.requests import ChatRequest, Plan
 from deployments.serve_log import join_serve_log
-from engine.protocol import ImagePatches
+from engine.errors import OrchardError
+from engine.protocol import EngineRequest, ImagePatches
 
 
 class Planner:
@@ -27,7 +28,7 @@ class Planner:
         self._sparse = SparsePlanner(args.spec_prefill, PromptFacts.of(self._planner.tokenizer), engine, scorer)
 
     async def plan(self, request: ChatRequest, engine_id: str = "") -> Plan:
-        """Prepare a request or an embedding for an engine of this node.
+        """Prepare a request for an engine of this node.
 
         Args:
             request: The request.
@@ -38,8 +39,6 @@ class Planner:
             ContextLengthExceeded: The prompt does not fit the context.
             Unavailable: No image worker can be started.
         """
-        if request.is_embedding:
-            return Plan(await self._planner.embedding_request(request), node_id())
         began_s = time.monotonic()
         async with self._images(request) as images:
             loaded_s = time.monotonic()
@@ -50,6 +49,10 @@ class Planner:
             if images:
                 seconds = {"images": loaded_s - began_s, **seconds}
             return Plan(planned, node_id(), report, seconds)
+
+    async def plan_group(self, texts: Sequence[ChatRequest]) -> list[EngineRequest | OrchardError]:
+        """Prepare texts for their embeddings or scores, see PromptPlanner.pooled_requests."""
+        return await self._planner.pooled_requests(texts)
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Count the prompt's tokens, images included. Raises what `plan` raises."""

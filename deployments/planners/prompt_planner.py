@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from deployments.planners.planning_threads import PlanningThreads
+from deployments.planners.planning_threads import BASE_BYTES, PlanningThreads
 from deployments.requests import ChatRequest, Message, PackedMessages, Thinking
 from engine.config import EngineConfig
-from engine.errors import ContextLengthExceeded, EngineFailed, InvalidRequest
+from engine.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, OrchardError
 from engine.processing.answer_constraint import answer_constraint
 from engine.processing.checkpoint import num_embeddings, read_config, refuse_code, resolve_checkpoint, vocab_size
 from engine.processing.context import choose_context
@@ -103,45 +103,50 @@ class PromptPlanner:
         num_bytes = num_bytes_of(messages) + num_raw_bytes_of(request.raw_prompt)
         return await self.threads.run(request.client, num_bytes, work)
 
-    async def embedding_request(self, request: ChatRequest) -> EngineRequest:
-        """Build the request for the embedding of a raw prompt, or for its score with a `scored_query`.
+    async def pooled_requests(self, requests: Sequence[ChatRequest]) -> list[EngineRequest | OrchardError]:
+        """Build the requests for the embeddings of raw prompts of one client, or for the scores of those with a query.
 
-        Raises:
-            InvalidRequest: The prompt is invalid, or the checkpoint's pooling is not supported.
-            ContextLengthExceeded: The prompt does not fit the context.
+        Returns:
+            One for each prompt; if one is invalid, those before it, and then its error: InvalidRequest (also if the
+            checkpoint's pooling is not supported) or ContextLengthExceeded.
         """
+
+        def work(is_wanted: Callable[[], bool]) -> list[EngineRequest | OrchardError]:
+            planned = list[EngineRequest | OrchardError]()
+            for request in requests:
+                try:
+                    planned.append(self._pooled(request, is_wanted))
+                except OrchardError as error:
+                    return [*planned, error]
+            return planned
+
+        num_bytes = sum(num_raw_bytes_of(one.raw_prompt) + num_raw_bytes_of(one.scored_query) for one in requests)
+        return await self.threads.run(requests[0].client, num_bytes + BASE_BYTES * (len(requests) - 1), work)
+
+    def _pooled(self, request: ChatRequest, is_wanted: Callable[[], bool]) -> EngineRequest:
         if request.scored_query is not None:
-            return await self._score_request(request, request.scored_query)
-        prompt, limits = self._prompted(request), (self._max_context_tokens,)
+            return self._scored(request, request.scored_query, is_wanted)
+        prompt, limits = self._prompted(request), [self._max_context_tokens]
         if self._embedding_model is not None and self._embedding_model.max_tokens is not None:
-            limits += (self._embedding_model.max_tokens,)
+            limits.append(self._embedding_model.max_tokens)
         try:
             pooling = choose_pooling(self._embedding, self.model_dir)
         except EngineFailed as error:
             raise InvalidRequest(f"This model does not support embeddings: {error}", "model") from None
+        limit = PromptLimit(min(limits), is_wanted=is_wanted, num_output_tokens=0)
+        return self._pooled_request(request, self._raw_prompt(prompt, limit), pooling=pooling)
 
-        def work(is_wanted: Callable[[], bool]) -> np.ndarray:
-            limit = PromptLimit(min(limits), is_wanted=is_wanted, num_output_tokens=0)
-            return self._raw_prompt(prompt, limit)
-
-        token_ids = await self.threads.run(request.client, num_raw_bytes_of(prompt), work)
-        return self._pooled_request(request, token_ids, pooling=pooling)
-
-    async def _score_request(self, request: ChatRequest, query: str) -> EngineRequest:
+    def _scored(self, request: ChatRequest, query: str, is_wanted: Callable[[], bool]) -> EngineRequest:
         reranker, document = self._reranker, request.raw_prompt
         assert reranker is not None and isinstance(document, str)
         limits = [self._max_context_tokens, *([] if reranker.max_tokens is None else [reranker.max_tokens])]
-
-        def work(is_wanted: Callable[[], bool]) -> EngineRequest:
-            limit = PromptLimit(min(limits), is_wanted=is_wanted, num_output_tokens=0)
-            if isinstance(reranker, CrossEncoder):
-                pair = self.tokenizer.encode_pair(query, document, limit)
-                return self._pooled_request(request, pair.token_ids, pooling="cls", pair_start=pair.start)
-            token_ids = self._pair_prompt(reranker, query, document, request.instruction, limit)
-            scored_tokens = reranker.true_token_id, reranker.false_token_id
-            return self._pooled_request(request, token_ids, pooling="last", scored_tokens=scored_tokens)
-
-        return await self.threads.run(request.client, len(query) + len(document), work)
+        limit = PromptLimit(min(limits), is_wanted=is_wanted, num_output_tokens=0)
+        if isinstance(reranker, CrossEncoder):
+            pair = self.tokenizer.encode_pair(query, document, limit)
+            return self._pooled_request(request, pair.token_ids, pooling="cls", pair_start=pair.start)
+        token_ids = self._pair_prompt(reranker, query, document, request.instruction, limit)
+        scored_tokens = reranker.true_token_id, reranker.false_token_id
+        return self._pooled_request(request, token_ids, pooling="last", scored_tokens=scored_tokens)
 
     def _pooled_request(self, request: ChatRequest, token_ids: np.ndarray, **result: Any) -> EngineRequest:
         """Return the request for an embedding or a score. result: the fields that say which."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -9,18 +10,20 @@ import numpy as np
 import pytest
 
 from deployments.dispatch.embedding import embed_all
+from deployments.dispatch.text_group import TextResults
 from deployments.planners.prompt_planner import PromptPlanner
 from deployments.requests import ChatRequest, EmbedRequest
 from engine.config import EngineConfig
 from engine.errors import ContextLengthExceeded, EngineFailed, InvalidRequest
 from tests.deployments.local_mode import serving
 from tests.support.embedding_models import PROMPTS, demo_embedding_model, describe_embeddings
+from tests.support.pooled_plans import planned
 from tests.support.tiny import Tiny, build
 
 
 def embedded(planner: PromptPlanner, text: Any, **fields: Any) -> list[int]:
     request = ChatRequest("r", (), raw_prompt=text, is_embedding=True, **fields)
-    return asyncio.run(planner.embedding_request(request)).token_ids.tolist()
+    return planned(planner, request)[0].token_ids.tolist()
 
 
 def test_the_named_or_default_prompt_is_put_in_front_of_a_text(tmp_path):
@@ -120,11 +123,11 @@ def test_an_embedding_model_embeds_through_http_and_refuses_to_generate_text(tmp
 
 @pytest.mark.parametrize(("wanted", "expected"), [(3, [0.6, 0.0, 0.8]), (1, [1.0]), (4, [0.48, 0.0, 0.64, 0.6])])
 def test_embeddings_of_an_embedding_model_are_shortened_and_normalized_again(wanted, expected):
-    async def one(request: ChatRequest) -> tuple[bytes, int]:
-        return np.array([0.48, 0.0, 0.64, 0.6], "<f4").tobytes(), 1
+    async def compute(texts: Sequence[ChatRequest], num_parallel: int) -> TextResults:
+        return [(np.array([0.48, 0.0, 0.64, 0.6], "<f4").tobytes(), 1) for _ in texts]
 
     request = EmbedRequest("e", ("a",), ("input",), num_dimensions=wanted)
-    [vector] = asyncio.run(embed_all(request, one, may_shorten=True)).vectors
+    [vector] = asyncio.run(embed_all(request, compute, may_shorten=True)).vectors
     np.testing.assert_allclose(np.frombuffer(vector, "<f4"), expected, atol=1e-7)
     with pytest.raises(InvalidRequest, match="`dimensions` is 5: it must be at most 4"):
-        asyncio.run(embed_all(EmbedRequest("e", ("a",), ("input",), num_dimensions=5), one, may_shorten=True))
+        asyncio.run(embed_all(EmbedRequest("e", ("a",), ("input",), num_dimensions=5), compute, may_shorten=True))

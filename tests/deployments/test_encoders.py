@@ -1,7 +1,5 @@
 """Encoders behind the planner and the ingress: embeddings, scores of pairs, and no text."""
 
-import asyncio
-
 import httpx
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ from engine.config import EngineConfig
 from engine.errors import ContextLengthExceeded, InvalidRequest
 from tests.deployments.local_mode import serving
 from tests.support.encoders import POSITIONS, TEXTS, Reference, make_cross_encoder, make_encoder, tokenizer
+from tests.support.pooled_plans import planned
 
 CHAT = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -67,7 +66,7 @@ def test_the_planner_lowercases_where_the_checkpoint_says_so_and_has_the_models_
 
     def embedded(text: str) -> list[int]:
         request = ChatRequest("r", (), raw_prompt=text, is_embedding=True)
-        return asyncio.run(PromptPlanner(EngineConfig(model=str(path))).embedding_request(request)).token_ids.tolist()
+        return planned(PromptPlanner(EngineConfig(model=str(path))), request)[0].token_ids.tolist()
 
     plain = embedded("Red Apples")
     (path / "sentence_bert_config.json").write_text('{"max_seq_length": 20, "do_lower_case": true}')
@@ -84,4 +83,4 @@ def test_a_pair_beyond_the_models_own_limit_is_refused_with_both_numbers(tmp_pat
     planner = PromptPlanner(EngineConfig(model=str(path)))
     request = ChatRequest("r", (), raw_prompt="red " * 200, is_embedding=True, scored_query="apples")
     with pytest.raises(ContextLengthExceeded, match=rf"maximum context length is {POSITIONS} tokens"):
-        asyncio.run(planner.embedding_request(request))
+        planned(planner, request)

@@ -1,7 +1,7 @@
 """A ModelReplica adds to the engine's answers where they come from."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +15,7 @@ from deployments.requests import ChatRequest, EngineAnswer
 from engine import async_engine
 from engine.config import EngineConfig
 from engine.errors import EngineFailed, Unavailable
-from engine.protocol import HEARTBEAT, CachedPrefix, EngineRequest, FinishReason, SamplingParams, TokenChunk
+from engine.protocol import HEARTBEAT, CachedPrefix, EngineRequest, FinishReason, GroupEnds, SamplingParams, TokenChunk
 from engine.snapshot_store.exchange import Sharing
 from engine.status import CacheCleared, CacheStatus
 
@@ -27,6 +27,7 @@ class CachingEngine:
     """An engine of which nothing is there but its cache. error: what is raised instead of an answer."""
 
     error: Exception | None = None
+    num_open_choices = 0
     drained_for: ClassVar[list[float]] = []
 
     def __init__(self, config: EngineConfig, sharing: Sharing | None):
@@ -46,9 +47,12 @@ class CachingEngine:
     async def cached_prefix(self, request: EngineRequest) -> CachedPrefix:
         return CachedPrefix(len(request.token_ids))
 
-    async def generate(self, request: EngineRequest, heartbeat_period_s: float | None) -> AsyncIterator[TokenChunk]:
-        assert heartbeat_period_s == model_replica.HEARTBEAT_PERIOD_S <= SILENCE_LIMIT_S / 3, "some may be lost"
-        yield HEARTBEAT
+    async def generate(
+        self, request: EngineRequest, heartbeat_period_s: float | None = None
+    ) -> AsyncIterator[TokenChunk]:
+        if heartbeat_period_s is not None:
+            assert heartbeat_period_s == model_replica.HEARTBEAT_PERIOD_S <= SILENCE_LIMIT_S / 3, "some may be lost"
+            yield HEARTBEAT
         yield TokenChunk((1,), FinishReason.STOP)
 
     async def clear_cache(self) -> CacheCleared:
@@ -112,6 +116,21 @@ def test_prompt_of_another_checkpoint_is_refused_with_a_retry_after():
     with pytest.raises(Unavailable, match="The model is being replaced") as error:
         ask(lambda replica: chunks_of(replica, request))
     assert error.value.retry_after_s >= 1
+
+
+def test_the_ends_of_a_group_come_from_the_engine_and_prompts_of_another_checkpoint_are_refused():
+    requests = [
+        EngineRequest(f"r-{i}", np.zeros(3, np.int32), SamplingParams(1), (), checkpoint=name)
+        for i, name in enumerate(("", "another"))
+    ]
+
+    async def group(replica: Any, requests: Sequence[EngineRequest]) -> list[GroupEnds]:
+        return [message async for message in replica.generate_group(requests, 4)]
+
+    [found] = ask(lambda replica: group(replica, requests[:1]))
+    assert found == GroupEnds(((0, TokenChunk((1,), FinishReason.STOP)),))
+    with pytest.raises(Unavailable, match="The model is being replaced"):
+        ask(lambda replica: group(replica, requests))
 
 
 def test_prompt_of_the_same_checkpoint_is_answered():

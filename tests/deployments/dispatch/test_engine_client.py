@@ -21,8 +21,8 @@ from deployments.calls import replica_calls
 from deployments.calls.replica_calls import is_replica_lost
 from deployments.calls.replica_choice import NoReplica, NoReplicaYet
 from deployments.dispatch import engine_stream
-from deployments.dispatch.engine_client import EngineClient, failure_of
-from deployments.dispatch.engine_stream import EngineStream
+from deployments.dispatch.engine_client import EngineClient
+from deployments.dispatch.engine_stream import EngineStream, failure_of
 from deployments.model_replica import ModelReplica
 from deployments.planners.text import TextMTP
 from deployments.ray_internals import RunningNode
@@ -676,13 +676,6 @@ def test_an_internal_error_at_the_other_engine_is_not_told_to_the_client():
     with pytest.raises(Unavailable, match="in the middle of the answer") as error:
         answer(graph)
     assert "secret" not in error.value.message
-
-
-def test_embedding_does_not_go_on_elsewhere():
-    plan = replace(PLAN, request=replace(PLAN.request, pooling="last"))
-    graph = Resumed(streams=[[TokenChunk((1,)), ActorDiedError()], [LAST]], plans=[plan])
-    with pytest.raises(Unavailable, match="in the middle"):
-        answer(graph)
 
 
 def test_a_client_that_reads_slowly_does_not_make_the_engine_silent():

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from ray import serve
 
 from deployments.args import AppArgs
 from deployments.dispatch.pair_scorer import PairScorer, probability
+from deployments.dispatch.text_group import TextResults
 from deployments.ingress import Ingress
 from deployments.model_replica import ModelReplica
 from deployments.planners.prompt_planner import PromptPlanner
@@ -25,6 +26,7 @@ from engine.processing.pooling import EmbeddingModel
 from engine.processing.reranker import Reranker
 from engine.processing.tokenizer import ChatTokenizer
 from tests.support.embedding_models import PROMPTS, describe_embeddings
+from tests.support.pooled_plans import planned
 from tests.support.rerankers import INSTRUCTION, TEMPLATE, library_log_odds, prompt_of, tiny_reranker
 from tests.support.tiny import Tiny, build
 
@@ -153,14 +155,17 @@ def scored(scorer: PairScorer, request: ScoreRequest) -> tuple[tuple[float, ...]
     """The scores where the vector of a text is its length and 1, and the prompts that were computed."""
     asked: list[ChatRequest] = []
 
-    async def one(request: ChatRequest) -> tuple[bytes, int]:
-        asked.append(request)
+    def result(request: ChatRequest) -> tuple[bytes, int]:
         if request.scored_query is not None:
             return np.array([len(request.scored_query) - len(str(request.raw_prompt))], "<f4").tobytes(), 3
         vector = np.array([len(str(request.raw_prompt)), 1.0])
         return (vector / np.linalg.norm(vector)).astype("<f4").tobytes(), 2
 
-    found = asyncio.run(scorer.score(request, one))
+    async def compute(texts: Sequence[ChatRequest], num_parallel: int) -> TextResults:
+        asked.extend(texts)
+        return [result(text) for text in texts]
+
+    found = asyncio.run(scorer.score(request, compute))
     assert found.num_prompt_tokens == len(asked) * (3 if scorer.reranker else 2)
     return found.values, asked
 
@@ -201,12 +206,12 @@ def test_a_model_that_only_generates_is_refused_with_what_would_work():
 def test_a_documents_control_strings_cannot_close_its_part_of_the_prompt(tmp_path):
     planner = PromptPlanner(EngineConfig(model=str(tiny_reranker(tmp_path / "model"))))
 
-    def planned(document: str) -> list[int]:
+    def token_ids(document: str) -> list[int]:
         request = ChatRequest("r", (), raw_prompt=document, is_embedding=True, scored_query="q")
-        return asyncio.run(planner.embedding_request(request)).token_ids.tolist()
+        return planned(planner, request)[0].token_ids.tolist()
 
     [end] = planner.tokenizer.encode_text("<|im_end|>").tolist()
-    assert planned("x<|im_end|>y").count(end) == planned("xy").count(end) == 2
+    assert token_ids("x<|im_end|>y").count(end) == token_ids("xy").count(end) == 2
 
 
 def test_a_reranker_whose_template_leaves_out_a_part_is_refused_at_the_start(tmp_path):

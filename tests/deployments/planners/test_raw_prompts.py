@@ -14,7 +14,8 @@ from PIL import Image
 from ray import serve
 
 from deployments.args import AppArgs
-from deployments.ingress import Ingress, naming_prompt
+from deployments.dispatch.prompt_field import naming_prompt
+from deployments.ingress import Ingress
 from deployments.model_replica import ModelReplica
 from deployments.planners.mllm import MLLM
 from deployments.planners.prompt_planner import PromptPlanner
@@ -22,6 +23,7 @@ from deployments.planners.text import TextMTP
 from deployments.requests import ChatRequest, Tool
 from engine.config import EmbeddingConfig, EngineConfig, PrefixCacheConfig
 from engine.errors import ContextLengthExceeded, InvalidRequest
+from tests.support.pooled_plans import planned
 from tests.support.vision_families import SIGHTED
 from tests.support.vision_zoo import write_files
 
@@ -78,10 +80,10 @@ def test_a_raw_prompt_may_have_tokens_without_a_logit_which_end_no_answer(tmp_pa
 
 def test_an_embedding_may_take_the_whole_context():
     small = PromptPlanner(EngineConfig(max_context_tokens=64, embedding=EmbeddingConfig(pooling="mean")))
-    request = asyncio.run(small.embedding_request(raw((5,) * 64, is_embedding=True, client="c", priority=2)))
+    [request] = planned(small, raw((5,) * 64, is_embedding=True, client="c", priority=2))
     assert (len(request.token_ids), request.pooling, request.client, request.priority) == (64, "mean", "c", 2)
     with pytest.raises(ContextLengthExceeded, match="65 in the prompt and 0 for the answer"):
-        asyncio.run(small.embedding_request(raw((5,) * 65, is_embedding=True)))
+        planned(small, raw((5,) * 65, is_embedding=True))
 
 
 def test_token_count_is_the_length_of_the_rendered_prompt(planner):

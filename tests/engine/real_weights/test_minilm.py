@@ -3,8 +3,6 @@
 Skipped where the package with the weights cannot be fetched, see tests/support/minilm.py.
 """
 
-import asyncio
-
 import numpy as np
 import pytest
 
@@ -15,6 +13,7 @@ from engine.worker.runner_factory import make_runner
 from tests.support.driver import Driver
 from tests.support.gemma3 import NotAvailable
 from tests.support.minilm import checkpoint
+from tests.support.pooled_plans import planned
 
 pytestmark = pytest.mark.night("tiny random encoders run in the gate, against transformers' definition in float64")
 
@@ -34,7 +33,7 @@ def test_cosines_are_the_published_ones_alone_and_beside_a_longer_text():
         pytest.skip(str(reason))
     planner, runner = PromptPlanner(config), make_runner(config, lambda progress: None)
     texts = [ChatRequest(text, (), raw_prompt=text, is_embedding=True) for text in (SOURCE, *COSINES, LONG)]
-    requests = [asyncio.run(planner.embedding_request(text)) for text in texts]
+    requests = planned(planner, *texts)
     for arrivals in ([requests], [[one] for one in requests]):
         driver = Driver(runner)
         for arriving in arrivals:

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from deployments.dispatch.embedding import embed_all
+from deployments.dispatch.text_group import ComputeGroup, TextResults
 from deployments.http.openai.embeddings import embeddings_body
 from deployments.requests import ChatRequest, Embeddings, EmbedRequest
 from engine.errors import EngineFailed, InvalidRequest
@@ -111,57 +112,36 @@ def test_embedding_request_without_a_ready_engine_is_a_503(embed, backend):
 # --- several prompts ------------------------------------------------------------------------------------------------
 
 
-def run_all(request: EmbedRequest, one: Any) -> Embeddings:
+def test_results_keep_the_order_of_the_prompts_and_their_tokens_are_added():
+    async def compute(texts: Sequence[ChatRequest], num_parallel: int) -> TextResults:
+        for _ in range(len(str(texts[0].raw_prompt)) * 7 % 5):
+            await asyncio.sleep(0)
+        assert all(text.is_embedding for text in texts)
+        return [(str(text.raw_prompt).encode() * 4, 2) for text in texts]
+
+    prompts = tuple(f"{i:03}" for i in range(100))
+    found = run_all(EmbedRequest("e", prompts, tuple(f"input[{i}]" for i in range(100)), num_parallel=3), compute)
+    assert found == Embeddings(tuple(prompt.encode() * 4 for prompt in prompts), 200)
+
+
+def test_dimensions_other_than_those_of_the_model_are_refused_after_the_first_group():
+    asked = 0
+
+    async def compute(texts: Sequence[ChatRequest], num_parallel: int) -> TextResults:
+        nonlocal asked
+        asked += 1
+        return [(bytes(4 * 192), 1) for _ in texts]
+
+    assert run_all(EmbedRequest("e", ("a",), ("input",), num_dimensions=192), compute).num_prompt_tokens == 1
+    prompts, fields = ("a",) * 200, ("input",) * 200
+    with pytest.raises(InvalidRequest, match="`dimensions` is 100: it must be 192, as the embeddings") as error:
+        run_all(EmbedRequest("e", prompts, fields, num_dimensions=100), compute)
+    assert (error.value.field, asked) == ("dimensions", 2)
+
+
+def run_all(request: EmbedRequest, compute: ComputeGroup) -> Embeddings:
     async def go() -> Embeddings:
         async with asyncio.timeout(60):
-            return await embed_all(request, one)
+            return await embed_all(request, compute)
 
     return asyncio.run(go())
-
-
-def test_prompts_are_embedded_with_limited_parallelism_and_keep_their_order():
-    running, most = set(), 0
-
-    async def one(request: ChatRequest) -> tuple[bytes, int]:
-        nonlocal most
-        running.add(request.request_id)
-        most = max(most, len(running))
-        for _ in range(int(request.request_id.rpartition("-")[2]) * 7 % 5):
-            await asyncio.sleep(0)
-        running.discard(request.request_id)
-        assert isinstance(request.raw_prompt, str) and request.is_embedding
-        return request.raw_prompt.encode() * 4, 2
-
-    prompts = tuple(f"{i:02}" for i in range(10))
-    found = run_all(EmbedRequest("e", prompts, tuple(f"input[{i}]" for i in range(10)), num_parallel=3), one)
-    assert found == Embeddings(tuple(prompt.encode() * 4 for prompt in prompts), 20)
-    assert most == 3
-
-
-def test_first_error_cancels_the_other_prompts():
-    ended: list[str] = []
-
-    async def one(request: ChatRequest) -> tuple[bytes, int]:
-        if request.raw_prompt == "bad":
-            await asyncio.sleep(0)
-            raise InvalidRequest("no", request.prompt_field)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(request.request_id)
-        raise AssertionError
-
-    request = EmbedRequest("e", ("good", "bad", "later"), ("input[0]", "input[1]", "input[2]"), num_parallel=2)
-    with pytest.raises(InvalidRequest) as error:
-        run_all(request, one)
-    assert (error.value.field, ended) == ("input[1]", ["e-0"])
-
-
-def test_dimensions_other_than_those_of_the_model_are_refused():
-    async def one(request: ChatRequest) -> tuple[bytes, int]:
-        return bytes(4 * 192), 1
-
-    assert run_all(EmbedRequest("e", ("a",), ("input",), num_dimensions=192), one).num_prompt_tokens == 1
-    with pytest.raises(InvalidRequest, match="`dimensions` is 100: it must be 192, as the embeddings") as error:
-        run_all(EmbedRequest("e", ("a",), ("input",), num_dimensions=100), one)
-    assert error.value.field == "dimensions"
