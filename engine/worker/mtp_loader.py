@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 from engine.config import DraftLimits, EngineConfig, MTPConfig
 from engine.errors import EngineFailed
-from engine.processing.checkpoint import read_optional_json, refuse_code, resolve_checkpoint
+from engine.processing.checkpoint import read_config, read_optional_json, refuse_code, resolve_checkpoint
 from engine.worker.heads.deepseek_v4 import DEEPSEEK_V4
 from engine.worker.heads.dflash import DFlashFormat
 from engine.worker.heads.dflash_config import AUTO_MAP
@@ -27,6 +27,7 @@ from engine.worker.heads.nemotron import NEMOTRON_FORMATS
 from engine.worker.heads.nextn import NEXTN_FORMATS
 from engine.worker.heads.qwen import QWEN_FORMATS
 from engine.worker.heads.qwen4 import QWEN4_FORMATS
+from engine.worker.heads.refused_drafters import refused_drafter
 
 READY = "ready"
 OFF = "off in the configuration"
@@ -142,6 +143,8 @@ def _search(mtp_head: str | None, model_dir: Path, model_config: dict[str, Any])
     head_dir = None if mtp_head is None else _resolve(mtp_head)
     if head_dir is not None and _own_format(head_dir) is not None:
         return head_dir, READY
+    if head_dir is not None and (reason := refused_drafter(read_config(head_dir))) is not None:
+        raise EngineFailed(f"mtp_head: the drafter in {head_dir} is not supported: {reason}")
     if (reason := family_unsupported_reason(family)) is not None:
         return None, reason
     if head_dir is not None:
