@@ -1,7 +1,8 @@
 """Gemma 4's assistants: their drafts are those of the library's, and what does not fit is refused by name."""
 
 import json
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core.row import Row
-from engine.core.runner import PLAIN, Drafts
+from engine.core.runner import PLAIN, Drafts, RowOutput
 from engine.errors import EngineFailed
 from engine.processing.images import ImagePreprocessor
 from engine.protocol import EngineRequest, SamplingParams
@@ -25,7 +26,7 @@ from tests.support import vision_zoo
 from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver
 from tests.support.families import FAMILIES
-from tests.support.families.family import WINDOW
+from tests.support.families.family import VOCAB_SIZE, WINDOW
 from tests.support.gemma4_assistant import LibraryAssistant, write_assistant
 from tests.support.gemma4_family import GEMMA4_SIGHTED
 from tests.support.sighted_family import IDS
@@ -59,62 +60,78 @@ def written(model: Path, tmp_path: Path, **changes: Any) -> Path:
     return write_assistant(model, **changes).rename(tmp_path / "assistant")
 
 
-Drafted = list[tuple[str, int, list[int]]]
-"""Of each row that was given drafts: its id, the tokens before its newest one, and the drafts."""
+NUM_SAID = 60
+"""Tokens that a row says in the tests of drafts, at most."""
 
 
-@pytest.fixture
-def drafted(monkeypatch: pytest.MonkeyPatch) -> Drafted:
-    """The drafts of all rows from now on."""
-    found, draft = Drafted(), DecodeGroup._draft
+@dataclass
+class Drafting:
+    """Records the drafts of all rows, and replaces them by drafts of which other numbers are right in each step."""
 
-    def recorded(group: DecodeGroup, *args: Any) -> mx.array:
-        drafts, lengths = draft(group, *args), np.array(group._lengths).tolist()
-        row_ids = [one.row.id for one in group.rows]
-        found.extend(zip(row_ids, lengths, np.array(drafts).tolist(), strict=True))
-        return drafts
+    texts: dict[str, list[int]]
+    """By request, its prompt and its answer."""
+    drafts: list[tuple[str, int, list[int]]] = field(default_factory=list)
+    """Of each row of a step: its request, the tokens before its newest one, and its drafts as they were made."""
+    num_right: Counter[int] = field(default_factory=Counter)
+    """How many rows of steps were given so many drafts that are right."""
 
-    monkeypatch.setattr(DecodeGroup, "_draft", recorded)
-    return found
+    def replace(self, group: DecodeGroup, drafts: mx.array) -> mx.array:
+        lengths, given = np.array(group._lengths).tolist(), list[list[int]]()
+        for one, length, made in zip(group.rows, lengths, np.array(drafts).tolist(), strict=True):
+            name = one.row.spec.request_id
+            self.drafts.append((name, length, made))
+            right = self.texts[name][length + 1 :][: (length + len(self.drafts)) % (len(made) + 1)]
+            self.num_right[len(right)] += 1
+            wrong = [(token + 1) % VOCAB_SIZE for token in self.texts[name][length + 1 + len(right) :]]
+            given.append([*right, *wrong][: len(made)])
+        return mx.array(given, mx.int32)
+
+
+def joined(runner: MLXRunner, name: str, ids: list[int]) -> tuple[Row, list[int]]:
+    """Let a prompt join the batch; return its row, and its tokens with the first one of the answer."""
+    row = Row(EngineRequest(name, np.array(ids, np.int32), SamplingParams(2 * NUM_SAID, temperature=0.0), ()))
+    while not (first := runner.prefill([row], 16).first):
+        pass
+    return row, [*ids, *first[row.id].token_ids]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_drafts_of_rows_of_different_lengths_are_those_of_the_library(kind, model, tmp_path, drafted):
+def test_drafts_of_rows_of_different_lengths_are_those_of_the_library(kind, model, tmp_path, monkeypatch):
     """Rows join and leave between steps with and without drafts; the long one has passed the end of its rings."""
     head_dir = written(model, tmp_path, **KINDS[kind])
     runner = load_cold(EngineConfig(model=str(model), mtp_head=str(head_dir)))
     lengths = {"long": 2 * (WINDOW + RING_MARGIN) + 5, "short": 5, "middle": WINDOW + RING_MARGIN - 2}
-    tokens: dict[str, list[int]] = {}  # of each row, its prompt included
-
-    def join(name: str) -> str:
-        ids = prompt(lengths[name], seed=lengths[name])
-        row = Row(EngineRequest(name, np.array(ids, np.int32), SamplingParams(200, temperature=0.0), ()))
-        while not (first := runner.prefill([row], 16).first):
-            pass
-        tokens[row.id] = [*ids, *first[row.id].token_ids]
-        return row.id
+    prompts, texts = {name: prompt(length, seed=length) for name, length in lengths.items()}, dict[str, list[int]]()
+    for name, ids in prompts.items():
+        row, texts[name] = joined(runner, name, ids)
+        for _ in range(NUM_SAID):
+            texts[name] += runner.decode(PLAIN)[row.id].token_ids
+        runner.drop([row.id])
+    drafting, draft = Drafting(texts), DecodeGroup._draft
+    monkeypatch.setattr(DecodeGroup, "_draft", lambda group, *args: drafting.replace(group, draft(group, *args)))
+    rows, found = dict[str, Row](), dict[str, list[int]]()
 
     def step(*num_drafts: int) -> None:
         for each in num_drafts:
-            for row_id, output in runner.decode(Drafts(each, "mtp") if each else PLAIN).items():
-                tokens[row_id] += output.token_ids
+            outputs = runner.decode(Drafts(each, "mtp") if each else PLAIN)
+            for name, row in rows.items():
+                found[name] += outputs.get(row.id, RowOutput(())).token_ids  # a row joins behind a launched step
 
-    join("long")
+    rows["long"], found["long"] = joined(runner, "long", prompts["long"])
     step(3, 0, 5)
-    short = join("short")
+    rows["short"], found["short"] = joined(runner, "short", prompts["short"])
     step(7, 0, 0, 1, 3)
-    join("middle")
+    rows["middle"], found["middle"] = joined(runner, "middle", prompts["middle"])
     step(3, 3, 3)
-    runner.drop([short])
+    runner.drop([rows.pop("short").id])
     step(5, 1, 0, 0)
-    runner.drop(list(tokens))
-    library, num_checked = LibraryAssistant(head_dir, runner._language_model.lm), 0
-    for row_id, length, drafts in drafted:
-        ids = tokens[row_id]
-        if length < len(ids):  # else the row has left before the host has learnt its newest token
-            assert drafts == library.drafts(ids[:length], ids[length], len(drafts)), (row_id, length)
-            num_checked += 1
-    assert num_checked >= 15
+    runner.drop([row.id for row in rows.values()])
+    library = LibraryAssistant(head_dir, runner._language_model.lm)
+    for name, length, drafts in drafting.drafts:
+        before, newest = texts[name][:length], texts[name][length]
+        assert drafts == library.drafts(before, newest, len(drafts)), (name, length)
+    assert len(drafting.drafts) >= 15 and len(drafting.num_right) >= 4
+    assert all(texts[name][: len(ids)] == ids for name, ids in found.items())
 
 
 def tokens_of(runner: MLXRunner, requests: list[EngineRequest], options: dict[str, Any]) -> tuple[Any, int]:
