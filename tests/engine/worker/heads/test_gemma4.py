@@ -178,6 +178,22 @@ def test_drafts_from_quantized_keys_and_values_change_no_token(bits, model, tmp_
     assert num_drafted > 0 and found == plain
 
 
+def test_clusters_have_the_logits_of_the_library_for_each_row_alone_also_from_a_quantized_embedding(model, tmp_path):
+    """The library's module reads the table itself, and takes the lowest logit of all rows."""
+    head: Any = load(model, written(model, tmp_path)).mtp_head
+    states = mx.random.normal((3, 1, 32), key=mx.random.key(1)) * mx.array([[[1.0]], [[10.0]], [[0.1]]])
+    embedding = head.model.embed_tokens
+
+    def expected(table: mx.array) -> np.ndarray:
+        return np.concatenate([np.array(head.masked_embedding(states[i : i + 1], table)) for i in range(3)])
+
+    np.testing.assert_allclose(np.array(head.logits(states)), expected(embedding.weight), atol=1e-5)
+    quantized = head.model.embed_tokens = embedding.to_quantized(group_size=32, bits=4)
+    table = mx.dequantize(quantized.weight, quantized.scales, quantized.biases, group_size=32, bits=4)
+    assert not mx.allclose(table, embedding.weight, atol=1e-3).item()
+    np.testing.assert_allclose(np.array(head.logits(states)), expected(table), atol=1e-5)
+
+
 def test_warm_up_times_each_number_of_drafts_and_memory_counts_the_hidden_states_of_one_step(model, tmp_path):
     config = {"model": str(model), "prompt_lookup": "off"}
     plain = load_runner(EngineConfig.model_validate(config), lambda progress: None)
