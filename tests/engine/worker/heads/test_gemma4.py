@@ -222,7 +222,10 @@ def test_assistant_beside_the_model_is_found_under_its_published_name(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "gemma4_dspark"}, "model_type is 'gemma4_dspark', expected one of gemma4_assistant, gemma4_un"),
+        (
+            {"model_type": "gemma3n_assistant"},
+            "model_type is 'gemma3n_assistant', expected one of gemma4_assistant, gemma4_un",
+        ),
         ({"backbone_hidden_size": 32}, "does not fit the model: backbone_hidden_size is 32, expected 64"),
         ({"backbone_hidden_size": None}, "config.json has no backbone_hidden_size"),
         ({"text_config": {"vocab_size": 1024}}, "does not fit the model: vocab_size is 1024, expected 512"),
