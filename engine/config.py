@@ -340,7 +340,7 @@ class EngineConfig(Frozen):
     mtp_head: str | None = Field(
         default=None,
         description="directory or hub repository of an MTP head (split off, or the original checkpoint), an EAGLE-3 "
-        "head or a DFlash drafter; null: the checkpoint's own MTP head",
+        "head, a DFlash drafter or an assistant of Gemma 4; null: the checkpoint's own MTP head, or one beside it",
     )
     mtp_exact: Annotated[MTPExact, BooleanToOnOff] = Field(
         default="auto",

@@ -6,8 +6,18 @@ the library's caches by which the model's layers read and write it.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenSlots:
+    """The keys and values of a layer that the newest token of each row sees."""
+
+    keys: mx.array  # [B, heads, slots, head_dim], as computed.
+    values: mx.array  # Likewise.
+    seen: mx.array  # bool [B, 1, 1, slots].
 
 
 class BatchLayer:
@@ -31,6 +41,15 @@ class BatchLayer:
 
     def commit(self, num_kept: mx.array) -> None:
         """Return to the state after `num_kept` int32 [B] >= 1 tokens of the recorded forward."""
+
+    def seen_slots(self, lengths: mx.array, extent: int) -> SeenSlots:
+        """Return what the newest tokens see, for heads that share it; only attention layers have it.
+
+        Args:
+            lengths: int32 [B], tokens of each row; slots after them may hold others.
+            extent: At least max(lengths).
+        """
+        raise NotImplementedError
 
     def reserve(self, num_slots: int) -> bool:
         """Allocate slots for `num_slots` tokens per row; return whether there are more now."""

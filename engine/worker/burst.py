@@ -377,7 +377,7 @@ class BurstPrefill:
         starts = [start - (prompt.hidden is not None) for prompt, start in zip(prompts, starts, strict=True)]
         spans = list(zip(prompts, starts, strict=True))
         lengths = [prompt.done - 1 - start for prompt, start in spans]
-        if not any(lengths):
+        if not any(lengths) or not prompts[0].head_cache:
             return
         none = mx.zeros((1, 1, hidden.shape[2]), hidden.dtype)
         waiting = mx.concatenate([none if prompt.hidden is None else prompt.hidden for prompt in prompts])

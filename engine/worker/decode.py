@@ -90,7 +90,7 @@ class DecodeGroup:
     def _drafter_of(self, new: JoiningRow) -> Drafter | None:
         if self._head is None or new.head_cache is None or new.hidden is None:
             return None
-        return Drafter.of(self._head, new.head_cache, PendingHiddenStates.of(new.token_id, new.hidden))
+        return Drafter.of(self._head, new.head_cache, PendingHiddenStates.of(new.token_id, new.hidden), self._cache)
 
     def _rows_changed(self) -> None:
         """Rebuild everything that depends only on the rows' requests."""

@@ -12,6 +12,7 @@ import numpy as np
 from engine.core.runner import Proposer
 from engine.errors import EngineFailed
 from engine.worker.block import Block
+from engine.worker.heads.head import SharingHead
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.row_kinds import appends, kind_of
@@ -31,6 +32,7 @@ class DraftModel:
     proposer: Proposer = "draft_model"
     lead = 1
     block: Block | None = None
+    sharing: SharingHead | None = None
 
     def __init__(self, module: Any, vocab_size: int, num_embeddings: int):
         self._language_model = LanguageModel(module.language_model)

@@ -1,7 +1,8 @@
 """Drafts of a decode group by a model: an MTP head (worker/mtp.py) or a draft model (worker/draft_model.py).
 
 The model reads pairs (token x[p+1], hidden state h[p]) for p = 0, 1, 2, ... Pairs from decoding wait in a
-`PendingHiddenStates` until the next draft, also through steps without drafts.
+`PendingHiddenStates` until the next draft, also through steps without drafts. A head that shares the target's keys and
+values needs only the newest pair, and no cache.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 
 from engine.core.runner import Proposer
 from engine.worker.block import Block
+from engine.worker.heads.head import SharingHead
 from engine.worker.kv_cache import BatchCache, SequenceCache
 
 CATCH_UP_TOKENS = 128  # pairs per forward when the head catches up
@@ -31,6 +33,8 @@ class DraftHead(Protocol):
     """See kv_cache.Cursor."""
     block: Block | None
     """Drafts all tokens of a step in one forward; None if the model reads each draft before the next one."""
+    sharing: SharingHead | None
+    """Attends to the target's keys and values; None if the model has a cache of its own."""
 
     def make_cache(self) -> SequenceCache: ...
     def begin(self, first_token_id: int, cache: SequenceCache) -> None: ...
@@ -86,14 +90,16 @@ class PendingHiddenStates:
 class Drafter:
     """The head's part of a decode group: its cache and pending pairs, in the order of the target's rows."""
 
-    def __init__(self, head: DraftHead, cache: BatchCache, pending: PendingHiddenStates):
+    def __init__(self, head: DraftHead, cache: BatchCache, pending: PendingHiddenStates, target: BatchCache):
         self._head = head
         self._cache = cache
         self.pending = pending
+        self._target = target
 
     @classmethod
-    def of(cls, head: DraftHead, cache: SequenceCache, pending: PendingHiddenStates) -> "Drafter":
-        return cls(head, BatchCache.of(cache, head.as_offset), pending)
+    def of(cls, head: DraftHead, cache: SequenceCache, pending: PendingHiddenStates, target: BatchCache) -> "Drafter":
+        """Create the part of a group of one row, whose cache this is. target: the group's own cache."""
+        return cls(head, BatchCache.of(cache, head.as_offset), pending, target)
 
     def join(self, caches: Sequence[SequenceCache], new: Sequence[PendingHiddenStates], move: bool = False) -> None:
         """Add rows. When it raises, the rows are as before. move: see BatchCache.join."""
@@ -126,6 +132,8 @@ class Drafter:
         Returns:
             int32 [B, num_drafts].
         """
+        if self._head.sharing is not None:
+            return self._draft_sharing(self._head.sharing, num_drafts, lengths, extent, choose)
         hidden = self._catch_up(lengths, extent)
         if self._head.block is not None:
             return choose(self._block_states(self._head.block, num_drafts, lengths, extent), 0)
@@ -135,6 +143,26 @@ class Drafter:
             cache = self._cache.at(at, extent + i + self._head.lead)
             hidden = self._head(drafts[-1], hidden, cache, at[:, None])
             drafts.append(choose(hidden, i))
+        return mx.concatenate(drafts, axis=1)
+
+    def _draft_sharing(
+        self,
+        sharing: SharingHead,
+        num_drafts: int,
+        lengths: mx.array,
+        extent: int,
+        choose: Callable[[mx.array, int], mx.array],
+    ) -> mx.array:
+        """Draft from the newest pair, all tokens at the position of its hidden state."""
+        last = (self.pending.count - 1)[:, None]
+        token = mx.take_along_axis(self.pending.token_ids, last, axis=1)
+        hidden = mx.take_along_axis(self.pending.hidden, last[..., None], axis=1)
+        seen = [self._target.layers[i].seen_slots(lengths, extent) for i in sharing.shared_caches]
+        drafts = list[mx.array]()
+        for i in range(num_drafts):
+            states = self._head(token, hidden, seen, lengths[:, None] - 1)
+            token, hidden = choose(states, i), sharing.next_hidden(states)
+            drafts.append(token)
         return mx.concatenate(drafts, axis=1)
 
     def _block_states(self, block: Block, num_drafts: int, lengths: mx.array, extent: int) -> mx.array:
@@ -157,7 +185,7 @@ class Drafter:
         last = num_waiting - 1
         ids, hidden = self.pending.token_ids[index : index + 1], self.pending.hidden[index : index + 1]
         cache = self._cache.row(index, num_tokens - num_waiting + self._head.lead)
-        if last:
+        if last and cache:
             self._head.prime(ids[:, :last], hidden[:, :last], cache)
         return cache, hidden[:, last:num_waiting]
 
@@ -169,6 +197,9 @@ class Drafter:
             lengths: int32 [B], tokens in the target's cache before the step.
             extent: At least max(lengths) + new.bound.
         """
+        if self._head.sharing is not None:
+            self.pending = new
+            return
         # A row with fewer pairs than others gets garbage after its end.
         if self.pending.bound + new.bound > min(MAX_PENDING, *(layer.margin for layer in self.layers)):
             self._catch_up(lengths, extent)

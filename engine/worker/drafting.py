@@ -6,7 +6,7 @@ from typing import Any
 from engine.config import DraftLimits, EngineConfig
 from engine.core.runner import Drafts, Proposer
 from engine.worker.draft_model import DraftModel
-from engine.worker.drafter import DraftHead
+from engine.worker.drafter import MAX_PENDING, DraftHead
 from engine.worker.language_model import LanguageModel
 from engine.worker.mtp import MTPHead
 from engine.worker.recurrent_layer import BatchRecurrentLayer
@@ -15,6 +15,9 @@ from engine.worker.rewind import has_recurrent_layers, rewind_unsupported_reason
 MTP_LENGTHS = (1, 2, 3)
 """Draft tokens per row that `auto` chooses from. Heads are trained for one to two tokens ahead; a fourth is rarely
 right."""
+SHARING_LENGTHS = (1, 3, 5, 7)
+"""The same for a head that shares the target's keys and values: it is trained to draft several tokens from one place.
+For Gemma 4 two to four are recommended with its small models, four to eight with the others."""
 BLOCK_LENGTHS = (1, 3, 7, 15)
 """The same for a head that drafts a block in one forward, as far as they are below the longest block."""
 MOST_STATES = 3
@@ -33,7 +36,7 @@ def drafting_head(
 
     Args:
         draft: The library's model of a draft model, which precedes the MTP head.
-        mtp_head: The MTP head, the EAGLE-3 head or the DFlash drafter.
+        mtp_head: The MTP head, the EAGLE-3 head, the DFlash drafter or the Gemma 4 assistant.
         vocab_size: Number of logits of the target.
         num_embeddings: Number of token ids of its prompts.
         language_model: The target.
@@ -80,8 +83,15 @@ def most_draft_tokens(drafts: Sequence[Drafts]) -> int:
     return max((one.num_tokens for one in drafts), default=0)
 
 
+def most_pending(head: DraftHead | None, drafts: Sequence[Drafts]) -> int:
+    """Return the most tokens of a row whose hidden states wait for the head: of a step, if it needs only the newest."""
+    return MAX_PENDING if head is None or head.sharing is None else most_draft_tokens(drafts) + 1
+
+
 def _lengths_of(head: DraftHead, keeps_states: bool) -> Sequence[int]:
     """Return the numbers of draft tokens of a head with `auto`."""
+    if head.sharing is not None:
+        return SHARING_LENGTHS
     if head.block is None:
         return MTP_LENGTHS
     most = min(head.block.size - 1, MOST_STATES if keeps_states else BLOCK_LENGTHS[-1])

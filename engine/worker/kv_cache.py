@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-from engine.worker.batch_layer import BatchLayer
+from engine.worker.batch_layer import BatchLayer, SeenSlots
 from engine.worker.chunk_layer import BatchChunkLayer, ChunkedCache
 from engine.worker.pool_layer import BatchPoolInputs, BatchPoolLayer, PooledCache, PoolInputs
 from engine.worker.quantized_kv import KVFormat, QuantizedKVCache, format_of
@@ -128,6 +128,11 @@ class BatchKVLayer(BatchLayer):
         keys, values = self.keys[..., :extent, :], self.values[..., :extent, :]
         return (keys, values) if kv_format is None else kv_format.unpack(keys, values)
 
+    def seen_slots(self, lengths: mx.array, extent: int) -> SeenSlots:
+        slots = self.keys[..., :extent, :], self.values[..., :extent, :]
+        keys, values = slots if self.kv_format is None else self.kv_format.unpack(*slots)
+        return SeenSlots(keys, values, (mx.arange(keys.shape[2]) < lengths[:, None])[:, None, None])
+
     def row(self, index: int, num_tokens: int) -> KVCache:
         """Return one row's cache with `num_tokens` tokens, as lazy slices."""
         cache = KVCache() if self.kv_format is None else QuantizedKVCache(self.kv_format)
@@ -213,7 +218,7 @@ class BatchCache:
 
     @property
     def num_rows(self) -> int:
-        return self.layers[0].state[0].shape[0]
+        return self.layers[0].state[0].shape[0] if self.layers else 0
 
     @property
     def num_slots(self) -> int:

@@ -14,7 +14,7 @@ from engine.worker import quantized_kv
 from engine.worker.image_chunk import ImageChunk, masked
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.layer_caches import as_taken, row_caches
-from engine.worker.layer_outputs import LayerOutputs
+from engine.worker.layer_outputs import ModuleOutputs
 from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCache
 
 EMBEDDINGS = ("embed_tokens", "embeddings", "wte")
@@ -96,7 +96,7 @@ class LanguageModel:
         exact: `mtp_exact` of the configuration.
         kv_bits: `kv_cache.bits` of the configuration.
         has_head: Whether hidden states are returned for an MTP head; with explicit positions they always are.
-        layer_outputs: What a head reads instead of the hidden states after the last norm; None for these.
+        layer_outputs: What a head reads instead of the hidden states of which logits are made; None for these.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class LanguageModel:
         exact: MTPExact = "auto",
         kv_bits: int = UNQUANTIZED_BITS,
         has_head: bool = False,
-        layer_outputs: LayerOutputs | None = None,
+        layer_outputs: ModuleOutputs | None = None,
     ):
         self.lm = language_model
         self.kv_bits = kv_bits

@@ -18,7 +18,6 @@ from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts, ModelRunner
 from engine.protocol import MAX_TOP_LOGPROBS, EngineRequest, SamplingParams
 from engine.worker import loader
-from engine.worker.drafter import MAX_PENDING
 from engine.worker.drafting import most_draft_tokens
 from engine.worker.kv_cache import SLOTS_STEP
 from engine.worker.patches import attention_cpu
@@ -57,6 +56,7 @@ def measure(
     drafts: Sequence[Drafts],
     num_heads: int,
     head_layers: int,
+    pending_tokens: int,
     kv_formats: Sequence[KVFormat] = (),
     expanded_bytes: int = 0,
 ) -> MemoryCosts:
@@ -68,6 +68,7 @@ def measure(
         vision: The vision encoder, None for a text model.
         drafts: The ways to draft.
         head_layers: Attention layers of the MTP head or draft model, which come last.
+        pending_tokens: The most tokens of a row whose hidden states wait for the head.
         num_heads: Query heads of an attention layer, whose scores in a step are too small to be measured.
         kv_formats: Of the layers whose keys and values are quantized.
         expanded_bytes: Of the largest weights that are expanded for more rows than the probes' steps have.
@@ -79,7 +80,10 @@ def measure(
     scores = MARGIN * num_heads * (max_drafts + 1) * SCORE_BYTES
     base, blocks = mx.get_active_memory() + LATE_BYTES, attention_cpu.max_queries()
     costs = replace(
-        _exact(snapshot, max_drafts, head_layers), base_bytes=base, slot_step_bytes=scores, max_queries=blocks
+        _exact(snapshot, max_drafts, head_layers, pending_tokens),
+        base_bytes=base,
+        slot_step_bytes=scores,
+        max_queries=blocks,
     )
     if kv_formats:
         costs = replace(costs, unpacked_bytes=_of_unpacking(max(kv_formats, key=lambda one: one.token_bytes)))
@@ -87,7 +91,7 @@ def measure(
     return costs if vision is None else replace(costs, **_of_images(vision))
 
 
-def _exact(snapshot: StateSnapshot, max_drafts: int, head_layers: int) -> MemoryCosts:
+def _exact(snapshot: StateSnapshot, max_drafts: int, head_layers: int, pending_tokens: int) -> MemoryCosts:
     layers = snapshot.segment.keys_values
     slots = [slot_bytes(layer) / ratio for layer, ratio in zip(layers, snapshot.ratios, strict=True)]
     pairs = list(zip(snapshot.windows, snapshot.states, strict=True))
@@ -108,7 +112,7 @@ def _exact(snapshot: StateSnapshot, max_drafts: int, head_layers: int) -> Memory
         slots_step=SLOTS_STEP,
         overshoot=2 * (max_drafts + 1) + 1,
         pending_bytes=hidden * 3 // 2 + head,  # rewritten in each step
-        pending_tokens=MAX_PENDING if hidden else 0,
+        pending_tokens=pending_tokens if hidden else 0,
     )
 
 

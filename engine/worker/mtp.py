@@ -19,7 +19,7 @@ from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCa
 
 
 class MTPHead:
-    """The MTP head, the EAGLE-3 head or the DFlash drafter. Implements DraftHead."""
+    """The MTP head, the EAGLE-3 head, the DFlash drafter or the Gemma 4 assistant. Implements DraftHead."""
 
     proposer: Proposer = "mtp"
     lead = 0
@@ -27,11 +27,14 @@ class MTPHead:
     def __init__(self, head: Head, language_model: LanguageModel):
         self.as_offset = head.as_offset
         self.block = None if head.block is None else Block(head.block, self._embed)
+        self.sharing = head.sharing
         self._head = head
         self._language_model = language_model
 
     def make_cache(self) -> SequenceCache:
         """Return an empty cache for one row, with arrays of 0 slots: a prompt of one token has no first pair.
+
+        That of a head that shares the target's keys and values has no layer.
 
         Raises:
             ValueError: Keys and values cannot be stored with `kv_cache.bits`.
@@ -46,6 +49,8 @@ class MTPHead:
     def _empty_layers(self) -> list[tuple[KVFormat | None, mx.array, mx.array]]:
         """Format, keys and values of each layer without a token, shaped like those of one that is not computed."""
         cache, token = self._head.make_cache(), mx.zeros((1, 1), mx.int32)
+        if not cache:
+            return []
         embeds = self._embed(token)
         self._head.states(embeds, mx.zeros((1, 1, self._head.hidden_size), embeds.dtype), cache, token)
         bits = self._language_model.kv_bits

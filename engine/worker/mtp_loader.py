@@ -1,9 +1,9 @@
 """Loads the model's MTP head: finds it, and checks that it fits the model and that its values are plausible.
 
-Searched in this order: `mtp_head` (a directory or hub repository with either of the following, with an EAGLE-3 head or
-with a DFlash drafter), the checkpoint's own tensors of a head, and the output of `mlx_vlm.split_mtp` or
-`mlx_vlm.convert --mtp` beside it, `<model>-mtp`. How heads are stored and computed is the matter of their forms in
-engine/worker/heads.
+Searched in this order: `mtp_head` (a directory or hub repository with any of the following, with an EAGLE-3 head or
+with a DFlash drafter), the checkpoint's own tensors of a head, and what lies beside the checkpoint: `<model>-mtp`, the
+output of `mlx_vlm.split_mtp` or `mlx_vlm.convert --mtp`, or `<model>-assistant`, as the assistants of Gemma 4 are
+published. How heads are stored and computed is the matter of their forms in engine/worker/heads.
 """
 
 from pathlib import Path
@@ -14,11 +14,12 @@ from mlx.utils import tree_flatten
 
 from engine.config import DraftLimits, EngineConfig, MTPConfig
 from engine.errors import EngineFailed
-from engine.processing.checkpoint import read_optional_json, refuse_code, resolve_checkpoint
+from engine.processing.checkpoint import read_config, read_optional_json, refuse_code, resolve_checkpoint
 from engine.worker.heads.deepseek_v4 import DEEPSEEK_V4
 from engine.worker.heads.dflash import DFlashFormat
 from engine.worker.heads.dflash_config import AUTO_MAP
 from engine.worker.heads.eagle3 import Eagle3Format
+from engine.worker.heads.gemma4 import GEMMA4, GEMMA4_FORMATS
 from engine.worker.heads.glm5_next import GLM5_NEXT
 from engine.worker.heads.head import Head, HeadFormat
 from engine.worker.heads.hy_v4 import HY_V4_FORMATS
@@ -26,6 +27,7 @@ from engine.worker.heads.nemotron import NEMOTRON_FORMATS
 from engine.worker.heads.nextn import NEXTN_FORMATS
 from engine.worker.heads.qwen import QWEN_FORMATS
 from engine.worker.heads.qwen4 import QWEN4_FORMATS
+from engine.worker.heads.refused_drafters import refused_drafter
 
 READY = "ready"
 OFF = "off in the configuration"
@@ -38,10 +40,13 @@ FORMATS: dict[str, HeadFormat] = {
     **HY_V4_FORMATS,
     **LIBRARY_FORMATS,
     **NEMOTRON_FORMATS,
+    **GEMMA4_FORMATS,
 }
 """By the model_type of a checkpoint."""
-OWN_FORMATS: tuple[HeadFormat, ...] = (Eagle3Format(), DFlashFormat())
-"""Formats of heads that are recognized by their own config.json; only `mtp_head` names such a head."""
+OWN_FORMATS: tuple[HeadFormat, ...] = (Eagle3Format(), DFlashFormat(), GEMMA4)
+"""Formats of heads that are recognized by their own config.json; only `mtp_head` names those that are in no FORMATS."""
+BESIDE = ("-mtp", "-assistant")
+"""What is added to the name of a model's directory for that of its head."""
 
 
 def find_head(config: EngineConfig, model_dir: Path, model_config: dict[str, Any]) -> tuple[Path | None, str]:
@@ -138,6 +143,8 @@ def _search(mtp_head: str | None, model_dir: Path, model_config: dict[str, Any])
     head_dir = None if mtp_head is None else _resolve(mtp_head)
     if head_dir is not None and _own_format(head_dir) is not None:
         return head_dir, READY
+    if head_dir is not None and (reason := refused_drafter(read_config(head_dir))) is not None:
+        raise EngineFailed(f"mtp_head: the drafter in {head_dir} is not supported: {reason}")
     if (reason := family_unsupported_reason(family)) is not None:
         return None, reason
     if head_dir is not None:
@@ -145,9 +152,9 @@ def _search(mtp_head: str | None, model_dir: Path, model_config: dict[str, Any])
     head_format = FORMATS[family]
     if head_format.is_in(model_dir):
         return model_dir, READY
-    sibling = model_dir.parent / f"{model_dir.name}-mtp"
+    beside = [model_dir.parent / f"{model_dir.name}{suffix}" for suffix in BESIDE]
     missing = f"no {head_format.tensors} tensors in {model_dir}"
-    if not sibling.is_dir():
+    if (sibling := next((one for one in beside if one.is_dir()), None)) is None:
         return None, missing
     found = read_optional_json(sibling / "config.json").get("model_type")
     if found not in head_format.split_types:

@@ -248,12 +248,15 @@ class Prefill:
         return end - start, end == len(prompt.token_ids)
 
     def _prime(self, head: DraftHead, prompt: PromptState, hidden: mx.array) -> None:
-        """Let the head read each new hidden state with the token after it; the newest state waits for its token."""
+        """Let the head read each new hidden state with the token after it; the newest state waits for its token.
+
+        A head without a cache reads none of them.
+        """
         assert prompt.head_cache is not None
         before, start = hidden[:, :-1], prompt.done - hidden.shape[1]
         if prompt.hidden is not None:
             before, start = mx.concatenate([prompt.hidden, before], axis=1), start - 1
-        if before.shape[1]:
+        if before.shape[1] and prompt.head_cache:
             behind = prompt.successors[None, start : prompt.done - 1].astype(np.int32)
             head.prime(mx.array(behind), before, prompt.head_cache)
         prompt.hidden = mx.contiguous(hidden[:, -1:])

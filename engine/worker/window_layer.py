@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import RotatingKVCache
 
-from engine.worker.batch_layer import BatchLayer
+from engine.worker.batch_layer import BatchLayer, SeenSlots
 
 RING_MARGIN = 32
 """Slots of a ring beyond its window; bounds the tokens per step and the tokens computed after a row's last one."""
@@ -73,10 +73,26 @@ class BatchWindowLayer(BatchLayer):
         if cursor.uniform_start is not None and cursor.extent <= window and not return_array:
             return None if num_new == 1 else "causal"
         num_slots = min(cursor.extent, ring_slots(self.window))
-        newest = (cursor.start + num_new - 1)[:, None]
-        held = (newest - (newest - mx.arange(num_slots)) % ring_slots(self.window))[:, None]
+        held = self._held(cursor.start + num_new - 1, num_slots)[:, None]
         own = cursor.slots(num_new)[..., None]
         return self._sees(held, own, window)[:, None]
+
+    def _held(self, newest: mx.array, num_slots: int) -> mx.array:
+        """Return the positions that slots hold, int32 [B, num_slots]; those of empty slots are negative.
+
+        Args:
+            newest: int32 [B], of the rows' newest tokens. Slots of tokens after them count as those of the tokens one
+                ring before, which no token sees any more.
+            num_slots: Slots of each row.
+        """
+        newest = newest[:, None]
+        return newest - (newest - mx.arange(num_slots)) % ring_slots(self.window)
+
+    def seen_slots(self, lengths: mx.array, extent: int) -> SeenSlots:
+        num_slots = min(extent, self.keys.shape[2])
+        newest = (lengths - 1)[:, None]
+        seen = self._sees(self._held(lengths - 1, num_slots), newest, self.window)[:, None, None]
+        return SeenSlots(self.keys[..., :num_slots, :], self.values[..., :num_slots, :], seen)
 
     def _sees(self, held: mx.array, own: mx.array, window: int) -> mx.array:
         """Return which of the positions that slots hold are seen from `own`; negative ones are of empty slots."""

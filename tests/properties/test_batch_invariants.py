@@ -34,8 +34,12 @@ from tests.support.conversations import agree
 from tests.support.demo_model import DEMO
 from tests.support.dflash import write_dflash
 from tests.support.driver import encode_images
+from tests.support.families import FAMILIES
+from tests.support.gemma4_assistant import write_assistant
 from tests.support.schedule_runs import NUM_SCHEDULES, check_many
 from tests.support.schedules import Ending, Execution, Schedule, Specimens
+from tests.support.tiny import write_side_files
+from tests.support.zoo import make as make_zoo
 
 NUM_REFERENCE_TOKENS = 12
 
@@ -45,7 +49,8 @@ class Kind:
     """A random model, its share of the schedules, and how it runs.
 
     acceptance: more and less than these shares of the drafts. max_waste: bytes; a small one makes many groups.
-    has_drafter: a DFlash drafter in the place of the checkpoint's head.
+    has_drafter: a DFlash drafter in the place of the checkpoint's head, or Gemma 4's assistant.
+    family: one of the zoo, without images, in the place of a tiny model.
     """
 
     tiny: dict[str, Any]
@@ -54,6 +59,7 @@ class Kind:
     config: dict[str, Any] = field(default_factory=dict)
     max_waste: int | None = None
     has_drafter: bool = False
+    family: str | None = None
 
 
 KINDS = {
@@ -64,6 +70,7 @@ KINDS = {
     "tied": Kind({"layers": 2, "interval": 2, "tie": True, "agree": 0.3, "seed": 4}, 0.2),
     "compiled": Kind({"layers": 2, "interval": 2, "agree": 0.3, "seed": 5}, 0.08, config={"compile": "on"}),
     "drafter": Kind({"layers": 3, "interval": 2, "seed": 6}, 0.1, (0, 0.5), has_drafter=True),
+    "assistant": Kind({}, 0.2, (0, 0.5), has_drafter=True, family="gemma4_text"),
 }
 
 
@@ -161,6 +168,8 @@ class Bench:
     def _logits(self, row: Row) -> np.ndarray:
         """float64 [vocab]: the whole sequence anew, no cache, no chunks, no batch, positions by the library."""
         tokens = mx.array(row.prompt_token_ids)[None]
+        if not hasattr(self.lm, "get_rope_index"):
+            return np.array(self.lm(tokens).logits[0, -1]).astype(np.float64)
         images, output = row.spec.images, mx.arange(1, len(row.output_token_ids) + 1)
         grids = mx.array([image.grid_thw for image in images], mx.int32) if images else None
         positions, _ = self.lm.get_rope_index(mx.array(row.spec.token_ids)[None], grids)
@@ -227,7 +236,8 @@ def _parse(grammar: GrammarSpec, text: str) -> None:
 
 
 def _load(path: Path, kind: Kind) -> MLXRunner:
-    mtp_head = str(write_dflash(path)) if kind.has_drafter else None
+    write = write_dflash if kind.family is None else write_assistant
+    mtp_head = str(write(path)) if kind.has_drafter else None
     runner = load_cold(EngineConfig(model=str(path), mtp_head=mtp_head, **kind.config))
     if kind.max_waste is not None:  # a group may waste as much as the weights weigh
         runner.costs = replace(runner.costs, base_bytes=kind.max_waste)
@@ -235,13 +245,20 @@ def _load(path: Path, kind: Kind) -> MLXRunner:
 
 
 @pytest.fixture(scope="session")
-def bench_of(tiny_model: Callable[..., Path]) -> Iterator[Callable[[str], Bench]]:
+def bench_of(
+    tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Bench]]:
     """bench_of(name of one of KINDS), built once."""
     benches: dict[str, Bench] = {}
 
     def make(name: str) -> Bench:
         if name not in benches:
-            path = tiny_model(**KINDS[name].tiny)
+            kind = KINDS[name]
+            if kind.family is None:
+                path = tiny_model(**kind.tiny)
+            else:
+                path = make_zoo(tmp_path_factory.mktemp("zoo") / kind.family, FAMILIES[kind.family])
+                write_side_files(path)
             benches[name] = Bench(_load(path, KINDS[name]), path)
         return benches[name]
 

@@ -35,7 +35,8 @@ together with a common beginning compute it once. The columns:
   it too
 * *compiled step*: the decode step as a compiled graph (`compile`, on CUDA by default)
 * *prompt lookup*, *draft model*, *MTP head*: drafts by these proposers, the last if the checkpoint has a head;
-  an EAGLE-3 head drafts wherever prompt lookup does, a DFlash drafter for the families that engine/README.md names
+  an EAGLE-3 head drafts wherever prompt lookup does, a DFlash drafter for the families that engine/README.md names;
+  the head of Gemma 4 is its assistant
 * *sparse prefill*: the family executes plans that leave tokens of a prompt out
 
 A number stands for the reason below the table. Quantized weights change none of them.

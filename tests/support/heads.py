@@ -13,10 +13,12 @@ from mlx_vlm.speculative.drafters import nemotron_h_mtp, qwen3_5_mtp
 from mlx_vlm.speculative.drafters.eagle3.eagle3 import Eagle3DraftModel
 
 from engine.worker.heads.eagle3 import eagle3_config
+from engine.worker.heads.gemma4 import GEMMA4_FORMATS
 from engine.worker.heads.nemotron import NEMOTRON_FORMATS
 from engine.worker.heads.nextn import NEXTN_FORMATS, NextnHead
 from engine.worker.heads.qwen import QWEN_FORMATS
 from engine.worker.mtp_loader import LIBRARY_FORMATS
+from tests.support.gemma4_assistant import write_assistant
 from tests.support.indexed_heads import hy_v4_module, published_hy_v4, published_qwen4, qwen4_module
 from tests.support.published_heads import deepseek_v4_tensors, glm5_next_tensors
 from tests.support.zoo import drawn, new_module
@@ -28,9 +30,11 @@ def write_head(model_dir: Path, seed: int = 0) -> Path:
     """Write a random head that fits a checkpoint into a directory of its own, `<model>-mtp`; return it.
 
     Those of Qwen3, of Nemotron-H and of HY V4, which is published with 8 bits, have the split form, the others the
-    published one.
+    published one. That of Gemma 4 is its assistant, in `<model>-assistant`.
     """
     config = json.loads((model_dir / "config.json").read_text())
+    if config["model_type"] in GEMMA4_FORMATS:
+        return write_assistant(model_dir, seed)
     out = model_dir.parent / f"{model_dir.name}-mtp"
     out.mkdir()
     if config["model_type"] in NEXTN_FORMATS:

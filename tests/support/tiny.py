@@ -84,14 +84,19 @@ def build(out: Path, tiny: Tiny) -> Path:
     """Writes the checkpoint into `out`, which is made if needed, and returns it."""
     out.mkdir(parents=True, exist_ok=True)
     config = _config(tiny)
-    _tokenizer().save(str(out / "tokenizer.json"))
-    (out / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    for name, content in _side_files().items():
-        (out / name).write_text(json.dumps(content, indent=1))
+    write_side_files(out)
     (out / "config.json").write_text(json.dumps(config, indent=1))
     weights = _Weights(tiny).all(config)
     mx.save_safetensors(str(out / "model.safetensors"), weights, metadata={"format": "pt"})
     return out
+
+
+def write_side_files(out: Path) -> None:
+    """Write tokenizer, chat template and settings of a checkpoint of VOCAB_SIZE tokens."""
+    _tokenizer().save(str(out / "tokenizer.json"))
+    (out / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    for name, content in _side_files().items():
+        (out / name).write_text(json.dumps(content, indent=1))
 
 
 class _Weights:

@@ -26,6 +26,7 @@ class DeepseekV4Head(DeepseekV4MTPDraftModel):
     as_offset = True
     embed_tokens = None
     block = None
+    sharing = None
     model_path: Path
 
     def __init__(self, language_model: Any):

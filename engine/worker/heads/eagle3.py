@@ -39,6 +39,7 @@ class Eagle3Head(Eagle3DraftModel):
 
     as_offset = False
     block = None
+    sharing = None
     model_path: Path
 
     def __init__(self, config: Eagle3Config, language_model: Any):

@@ -1,12 +1,13 @@
 """Interfaces of the forms of MTP heads: how their checkpoints are read, and how they compute."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.core as mx
 
 from engine.worker.kv_cache import SequenceCache
-from engine.worker.layer_outputs import LayerOutputs
+from engine.worker.layer_outputs import ModuleOutputs
 
 
 class BlockHead(Protocol):
@@ -34,6 +35,26 @@ class BlockHead(Protocol):
         ...
 
 
+class SharingHead(Protocol):
+    """The part of a head that attends to keys and values of the target, and has none of its own.
+
+    It reads no prompts, and of a row only the newest token with the target's hidden state before it.
+    """
+
+    @property
+    def shared_caches(self) -> Sequence[int]:
+        """Which of the target's caches `Head.states` takes, each as its `SeenSlots`, in this order."""
+        ...
+
+    def next_hidden(self, states: mx.array) -> mx.array:
+        """Return what it reads after a draft in the place of the target's hidden states, [B, L, width].
+
+        Args:
+            states: [B, L, hidden_size], of which the draft was sampled.
+        """
+        ...
+
+
 class Head(Protocol):
     """A loaded head, an nn.Module."""
 
@@ -53,18 +74,23 @@ class Head(Protocol):
         ...
 
     @property
-    def layer_outputs(self) -> LayerOutputs | None:
-        """The target's layers whose outputs it reads; None if it reads the hidden states after the last norm."""
+    def layer_outputs(self) -> ModuleOutputs | None:
+        """The target's modules whose outputs it reads; None if it reads the hidden states of which logits are made."""
         ...
 
     @property
     def embed_tokens(self) -> Any:
-        """Its own embedding, None for the target's."""
+        """Its own embedding, or another function of token ids; None for the target's."""
         ...
 
     @property
     def block(self) -> BlockHead | None:
         """Drafts a block in one forward; None for a head that drafts one token after the other from `states`."""
+        ...
+
+    @property
+    def sharing(self) -> SharingHead | None:
+        """Attends to the target's keys and values; None for a head with a cache of its own."""
         ...
 
     def make_cache(self) -> SequenceCache:
@@ -77,7 +103,7 @@ class Head(Protocol):
         Args:
             embeds: [B, L, hidden], embeddings of the tokens after the hidden states.
             hidden: What it reads of the target, [B, L, width], or its own states [B, L, hidden_size].
-            cache: As `make_cache` returns it, or the layers of a decode group.
+            cache: As `make_cache` returns it, or the layers of a decode group; see SharingHead for one without.
             positions: int32 [B, L], of the hidden states.
         """
         ...
@@ -93,6 +119,7 @@ class SharesTarget:
     layer_outputs = None
     embed_tokens = None
     block = None
+    sharing = None
 
     def logits(self, states: mx.array) -> None:
         return None

@@ -40,6 +40,7 @@ class Qwen4Head(Qwen4ExpMTPDraftModel):
     as_offset = False
     embed_tokens = None
     block = None
+    sharing = None
     model_path: Path
 
     def __init__(self, config: ModelConfig, language_model: Any):

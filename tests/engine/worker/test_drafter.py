@@ -9,12 +9,13 @@ import pytest
 from mlx_vlm.models.cache import KVCache
 
 from engine.worker.drafter import Drafter, PendingHiddenStates
+from engine.worker.kv_cache import BatchCache
 
 
 class RecordingHead:
     """Stores the ids of tokens as keys, and records their positions."""
 
-    proposer, as_offset, block = "mtp", True, None
+    proposer, as_offset, block, sharing = "mtp", True, None, None
 
     def __init__(self, lead: int):
         self.lead = lead
@@ -31,7 +32,7 @@ def drafter_of(head: Any, num_tokens: int, token_id: int) -> Drafter:
     """Return the drafter of one row of `num_tokens` tokens and a newest one, which the head has not read."""
     cache, before = KVCache(), mx.zeros((1, 1, num_tokens - 1 + head.lead, 4))
     cache.update_and_fetch(before, before)
-    return Drafter.of(head, [cache], PendingHiddenStates.of(token_id, mx.zeros((1, 1, 4))))
+    return Drafter.of(head, [cache], PendingHiddenStates.of(token_id, mx.zeros((1, 1, 4))), BatchCache.of([]))
 
 
 @pytest.mark.parametrize("lead", [0, 1])

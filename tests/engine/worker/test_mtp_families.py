@@ -31,6 +31,7 @@ from tests.support.cold_runner import load_cold
 from tests.support.dflash import LibraryDrafter, write_dflash
 from tests.support.driver import Driver
 from tests.support.families import FAMILIES
+from tests.support.gemma4_assistant import LibraryAssistant
 from tests.support.heads import as_raw_head, put_into_checkpoint, write_eagle3, write_head
 from tests.support.zoo import Turn, conversation, load, make
 
@@ -66,10 +67,11 @@ HEADS: dict[str, tuple[str, Callable[[Path], Path]]] = {
 """The model's family, and what writes a head for it."""
 GATE = (
     *("qwen3_5", "glm4_moe", "glm_moe_dsa", "qwen4_exp", "deepseek_v4", "nemotron_h"),
-    *("eagle3 llama", "eagle3 qwen3_5", "dflash qwen3_5"),
+    *("eagle3 llama", "eagle3 qwen3_5", "dflash qwen3_5", "gemma4"),
 )
 """Positions given and not, keys and values of heads, latent ones with those of an indexer, an index with positions and
-streams of hidden states, a window, a target of Mamba-2 layers; parts of a vocabulary; a block in one forward."""
+streams of hidden states, a window, a target of Mamba-2 layers; parts of a vocabulary; a block in one forward; keys and
+values of the target alone."""
 
 
 @pytest.fixture(
@@ -163,7 +165,8 @@ def chained(head: DraftHead, behind: mx.array, read: mx.array, num_drafts: int) 
 
 
 def test_head_drafts_what_a_forward_over_the_whole_sequence_predicts(served, monkeypatch):
-    """That over all pairs (token p + 1, what the head reads at p), computed at once; of a block the library's."""
+    """That over all pairs (token p + 1, what the head reads at p), computed at once; of a block and of an assistant the
+    library's."""
     drafted: list[mx.array | None] = []  # by each step that was launched
 
     def launch(group: DecodeGroup, drafts: Drafts) -> Any:
@@ -197,7 +200,10 @@ def test_head_drafts_what_a_forward_over_the_whole_sequence_predicts(served, mon
         _, read = language_model.extend_with_logits(before, language_model.make_cache(), where)
         assert read is not None
         found = np.array(drafts)[0].tolist()
-        if head.block is None:
+        if head.sharing is not None:
+            library = LibraryAssistant(served.head_dir, language_model.lm)
+            assert found == library.drafts(tokens[: num - 1], tokens[num - 1], len(found))
+        elif head.block is None:
             assert found == chained(head, behind, read, len(found))
         else:
             assert found == LibraryDrafter(served.head_dir, language_model.lm).drafts(tokens[num - 1], read, len(found))

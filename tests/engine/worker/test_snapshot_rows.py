@@ -200,7 +200,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 STOPPED = [
     (name, drafts, list(SAMPLINGS)[(i + j) % len(SAMPLINGS)])
-    for i, name in enumerate(("deep", "alternating", "foreign head", "drafter"))
+    for i, name in enumerate(("deep", "alternating", "foreign head", "drafter", "assistant"))
     for j, drafts in enumerate(DRAFTS)
 ]
 """Every two of model, drafts and sampling meet."""

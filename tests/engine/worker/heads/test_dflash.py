@@ -19,6 +19,7 @@ from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import loader
 from engine.worker.drafter import MAX_PENDING, Drafter, PendingHiddenStates
 from engine.worker.drafting import drafting_head, drafts_offered
+from engine.worker.kv_cache import BatchCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.model_runner import load_runner
 from engine.worker.recurrent_layer import BatchRecurrentLayer
@@ -72,7 +73,8 @@ def test_blocks_of_rows_of_different_lengths_are_those_of_the_library_over_sever
     def drafter_of(i: int) -> Drafter:
         cache = drafting.make_cache()
         drafting.prime(mx.zeros((1, starts[i] - 1), mx.int32), read[i][:, : starts[i] - 1], cache)
-        return Drafter.of(drafting, cache, PendingHiddenStates.of(newest[i][0], read[i][:, starts[i] - 1 : starts[i]]))
+        pending = PendingHiddenStates.of(newest[i][0], read[i][:, starts[i] - 1 : starts[i]])
+        return Drafter.of(drafting, cache, pending, BatchCache.of([]))
 
     drafter, lengths = drafter_of(0), list(starts)
     drafter.join([drafter_of(1)._cache.row(0, starts[1] - 1)], [drafter_of(1).pending])
