@@ -30,9 +30,9 @@ TEMPLATE_ERRORS = (
 )
 """Exceptions that a template may raise for an unsupported conversation."""
 
-CONTENTS_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-"""Template of a model that has none and reads plain text, of an embedding model and of an encoder, whose inputs are not
-rendered."""
+CONTENTS_TEMPLATE = "{%% for message in messages %%}{{ message.content }}{{ %r }}{%% endfor %%}"
+"""Template of a model that has none and reads plain text, with the text behind each message; of an embedding model and
+of an encoder, whose inputs are not rendered."""
 
 
 class ChatTemplate:
@@ -40,7 +40,8 @@ class ChatTemplate:
 
     Args:
         model_dir: The checkpoint.
-        is_plain: Whether a prompt is the text of the messages if the checkpoint has no template.
+        plain_end: Text behind each message if the checkpoint has no template, and a prompt is the text of the messages;
+            None: it must have one.
         adds_beginning: Whether each prompt begins with the tokenizer's bos token, or its eos token if there is none,
             also if the template does not write it.
 
@@ -48,8 +49,8 @@ class ChatTemplate:
         EngineFailed: The directory has no usable tokenizer.json or no chat template.
     """
 
-    def __init__(self, model_dir: Path, is_plain: bool = False, adds_beginning: bool = False):
-        self._renderer = _load_renderer(model_dir, is_plain or _reads_plain_text(model_dir))
+    def __init__(self, model_dir: Path, plain_end: str | None = None, adds_beginning: bool = False):
+        self._renderer = _load_renderer(model_dir, "" if _reads_plain_text(model_dir) else plain_end)
         beginning: Any = self._renderer.bos_token or self._renderer.eos_token if adds_beginning else None
         self.beginning = str(beginning or "")
         """Text at the beginning of each prompt; '' for none."""
@@ -156,7 +157,7 @@ def _reads_plain_text(model_dir: Path) -> bool:
     return is_encoder_checkpoint(model_dir) or EmbeddingModel.read(model_dir) is not None
 
 
-def _load_renderer(model_dir: Path, is_plain: bool) -> "PreTrainedTokenizerFast":
+def _load_renderer(model_dir: Path, plain_end: str | None) -> "PreTrainedTokenizerFast":
     from transformers import PreTrainedTokenizerFast  # takes a second, so only processes that render import it
 
     # The generic class uses tokenizer.json as it is. AutoTokenizer selects a class by model type and rebuilds the
@@ -170,8 +171,8 @@ def _load_renderer(model_dir: Path, is_plain: bool) -> "PreTrainedTokenizerFast"
     try:
         renderer.get_chat_template()
     except ValueError:
-        if not is_plain:
+        if plain_end is None:
             places = "tokenizer_config.json, chat_template.jinja or chat_template.json"
             raise EngineFailed(f"{model_dir}: no chat template in {places}") from None
-        renderer.chat_template = CONTENTS_TEMPLATE
+        renderer.chat_template = CONTENTS_TEMPLATE % plain_end
     return renderer

@@ -253,6 +253,7 @@ TOWERS: dict[str, type[VisionTower]] = {
     "molmo": MolmoTower,
     "molmo2": Molmo2Tower,
     "paddleocr_vl": PaddleOCRTower,
+    "paligemma": square_towers.PaliGemmaTower,
     "phi3_v": Phi3VTower,
     "phi4-siglip": Phi4Tower,
     "pixtral": PixtralTower,

@@ -28,6 +28,7 @@ from tests.support.kimi_family import KIMI_VL
 from tests.support.lfm2_family import LFM2_VL, UNDIVIDED
 from tests.support.molmo2_family import MOLMO2
 from tests.support.molmo_family import MOLMO
+from tests.support.paligemma_family import ONE, TWO
 from tests.support.phi3v_family import PHI3_V
 from tests.support.phi4_family import PHI4
 from tests.support.sighted_family import (
@@ -252,6 +253,8 @@ SIGHTED: dict[str, SightedFamily] = {
     "kimi_vl": KIMI_VL,
     "lfm2_vl": LFM2_VL,
     "lfm2-vl": UNDIVIDED,
+    "paligemma": ONE,
+    "paligemma with gemma2": TWO,
     "phi3_v": PHI3_V,
     "phi4-siglip": PHI4,
     "idefics3": idefics3("idefics3", text("llama"), seed=8),
@@ -328,6 +331,7 @@ IN_WORDS: dict[str, tuple[str, str, str]] = {
         "one run, at the place of the image in the text",
     ),
     "llava_siglip": ("one square", "one", "one run of as many tokens for every image"),
+    "paligemma": ("one square", "one", "one run of as many tokens for every image, before the text"),
     "deepseek_ocr": (
         "tiles before a padded square of the whole",
         "one",
