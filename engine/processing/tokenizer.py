@@ -71,7 +71,7 @@ class ChatTokenizer:
         family = vision_family(config)
         self._template = ChatTemplate(
             model_dir,
-            plain_end=None if family is None else family.plain_end,
+            plain_template=None if family is None else family.plain_template,
             adds_beginning=family is not None
             and family.begins_prompts(read_optional_json(model_dir / "tokenizer_config.json")),
         )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.processing import deepseek_ocr
+from engine.processing import deepseek_ocr, plain_templates
 from engine.processing.image_placeholder import (
     crop_marks,
     gemma3_begin,
@@ -199,7 +199,7 @@ PALIGEMMA = VisionFamily(
     in_text=lambda strings: strings.image,
     adds_beginning=True,
     images_first="before bos",
-    plain_end="\n",
+    plain_template=plain_templates.LINES,
     plain_tokens=r"<loc\d{4}>|<seg\d{3}>",
     whole_prompts=lambda config: value_at(config, "text_config.use_bidirectional_attention", None) is not False,
     towers=frozenset(("siglip_vision_model",)),
@@ -385,7 +385,8 @@ DEEPSEEK_OCR = VisionFamily(
     image_token="<image>",
     in_text=lambda strings: f"{strings.image}\n",
     adds_beginning=True,
-    plain_end="",
+    plain_template=plain_templates.CONTENTS,
+    plain_tokens=deepseek_ocr.PLACES,
     setting_values=deepseek_ocr.SETTINGS,
     config_values=deepseek_ocr.CONFIG,
     defaults={
@@ -400,6 +401,26 @@ DEEPSEEK_OCR_2 = replace(
     processors=frozenset(("DeepseekOCR2Processor", "DeepseekVLV2Processor")),
     setting_values=deepseek_ocr.SETTINGS_2,
     config_values=deepseek_ocr.CONFIG_2,
+)
+DEEPSEEK_VL2 = VisionFamily(
+    name="deepseek_vl2",
+    model_types=frozenset(("deepseek_vl_v2",)),
+    processors=frozenset(("DeepseekVLV2Processor",)),
+    placeholder=one_run,
+    image_token="<image>",
+    in_text=lambda strings: f"{strings.image}\n",
+    adds_beginning=True,
+    plain_template=plain_templates.DEEPSEEK,
+    plain_tokens=deepseek_ocr.PLACES,
+    setting_values={"normalize": True, "image_token": "<image>", "sft_format": "deepseek"},
+    config_values={
+        "tile_tag": "2D",
+        "global_view_pos": "head",
+        "select_layer": -1,
+        "projector_config.projector_type": "downsample_mlp_gelu",
+        "projector_config.token_pooling": False,
+    },
+    defaults={**HALF, "resample": 3, "temporal_patch_size": 1, "rescale_divisor": 255},
 )
 
 FAMILIES = (
@@ -426,6 +447,7 @@ FAMILIES = (
     PHI4_SIGLIP,
     DEEPSEEK_OCR,
     DEEPSEEK_OCR_2,
+    DEEPSEEK_VL2,
 )
 
 

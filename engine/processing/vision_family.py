@@ -51,9 +51,8 @@ class VisionFamily:
     """Whether it does so only if the tokenizer does, by `add_bos_token` of tokenizer_config.json."""
     needs_processor: bool = True
     """Whether images need the configuration of an image processor; else config.json has the settings."""
-    plain_end: str | None = None
-    """Text behind each message where the checkpoint has no chat template, and a prompt is the text of the messages;
-    None: a checkpoint needs one."""
+    plain_template: str | None = None
+    """The chat template where the checkpoint has none; None: a checkpoint needs one."""
     plain_tokens: str = ""
     """Pattern of added tokens that are words of the model, which a client's text may spell; '' for none."""
     deepstack: frozenset[str] = frozenset()

@@ -13,6 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from engine.processing.vision_families import FAMILIES, QWEN_VL
 from engine.protocol import ImagePatches
+from tests.support.deepseek_vl2_family import DEEPSEEK_VL2
 from tests.support.families.family import (
     DEFAULT_BASE,
     EXPERTS,
@@ -269,6 +270,7 @@ SIGHTED: dict[str, SightedFamily] = {
     "dots_ocr": DOTS_OCR,
     "deepseekocr": DEEPSEEK_OCR,
     "deepseekocr_2": DEEPSEEK_OCR_2,
+    "deepseek_vl_v2": DEEPSEEK_VL2,
     "paddleocr_vl": paddleocr(seed=2),
     "qwen2_vl": flat(qwen("qwen2_vl", text("qwen2_vl", MROPE), QWEN2_VISION, seed=1)),
     "qwen2_5_vl": flat(qwen("qwen2_5_vl", text("qwen2_5_vl", MROPE), WINDOW_VISION, seed=4)),
@@ -338,6 +340,11 @@ IN_WORDS: dict[str, tuple[str, str, str]] = {
         "one run, with a token at the end of each row of the tiles and of the square",
     ),
     "deepseek_ocr_2": ("tiles before a padded square of the whole", "one", "one run"),
+    "deepseek_vl2": (
+        "tiles of the padded image behind a padded square of the whole",
+        "one",
+        "one run, with a token at the end of each row of the square and of the tiles",
+    ),
 }
 """By the name of the family: what its tower takes, rope positions per token, image tokens in the prompt."""
 
