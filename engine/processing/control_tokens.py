@@ -23,7 +23,7 @@ class ControlTokens:
 
     Args:
         tokenizer: The tokenizer.
-        plain: Pattern of added tokens that are words, which every text may spell; '' for none.
+        words: Pattern of added tokens that are words, which every text may spell; '' for none.
 
     Attributes:
         ids: String to id.
@@ -33,13 +33,13 @@ class ControlTokens:
         as_text: String to the ids of its spelling as plain text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, plain: str = ""):
+    def __init__(self, tokenizer: Tokenizer, words: str = ""):
         added = tokenizer.get_added_tokens_decoder()
         # Some tokenizers add runs of spaces or line breaks, which are no control tokens and occur in every text.
         tokens = {
             id_: token
             for id_, token in added.items()
-            if token.content.strip() and not (plain and re.fullmatch(plain, token.content))
+            if token.content.strip() and not (words and re.fullmatch(words, token.content))
         }
         self.ids = {token.content: id_ for id_, token in tokens.items()}
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
