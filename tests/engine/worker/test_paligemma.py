@@ -19,6 +19,7 @@ from engine.errors import EngineFailed, InvalidRequest
 from engine.processing.images import ImagePreprocessor
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, Progress, SamplingParams
+from engine.worker.model_report import report
 from engine.worker.model_runner import MLXRunner
 from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver
@@ -113,3 +114,15 @@ def test_self_test_finds_nothing_wrong(served: Served):
         assert [line for line in lines if line.startswith(f"SKIP  {name}") and WHY in line], done.stdout
     for name in ("decode against prefill", "alone = batch", "prompt lookup on = off", "image, alone = batch"):
         assert [line for line in lines if line.startswith(f"PASS  {name}")], done.stdout
+
+
+def test_report_on_a_checkpoint_says_what_its_prompts_rule_out(served: Served):
+    lines = list(report(EngineConfig(model=str(served.path))))
+    for line in (
+        f"prefix cache     no: {WHY}",
+        f"bursts           {WHY}",
+        f"sparse prefill   no: {WHY}",
+        f"embeddings       {WHY}",
+        "prompt lookup    yes",
+    ):
+        assert line in lines
