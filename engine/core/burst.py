@@ -25,10 +25,10 @@ class Span:
     """Tokens after them, computed in a chunk of their own."""
 
 
-def may_burst(prompt: Prompt, is_encoder: bool = False) -> bool:
-    """Return whether a prompt may share a forward with others. is_encoder: see ModelRunner.encoder."""
+def may_burst(prompt: Prompt, whole_prompts: bool = False) -> bool:
+    """Return whether a prompt may share a forward with others. whole_prompts: see SchedulerContext."""
     spec = prompt.row.spec
-    needs_all = spec.computes_all and not is_encoder
+    needs_all = spec.computes_all and not whole_prompts
     return len(prompt.rows) == 1 and not spec.images and spec.sparse is None and not needs_all
 
 

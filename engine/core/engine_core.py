@@ -103,7 +103,7 @@ class EngineCore:
             prefixes=self.prefixes,
             has_bursts=runner.no_bursts is None,
             whole_image_token=runner.image_token_id if runner.whole_images else None,
-            is_encoder=runner.encoder is not None,
+            whole_prompts=runner.whole_prompts is not None,
         )
         self.scheduler = Scheduler(context, self.stats)
         self._loads = LoadRecorder(clock, self.scheduler, self.prefixes, self.costs)

@@ -103,7 +103,7 @@ class PrefillScheduler:
         self._prefixes = context.prefixes
         self._has_bursts = context.has_bursts
         self._whole_image_token = context.whole_image_token
-        self._is_encoder = context.is_encoder
+        self._whole_prompts = context.whole_prompts
         self._running = running
         self._owed_s = 0.0  # what the oldest prompt is owed of the time
         self._oldest: Prompt | None = None
@@ -196,7 +196,7 @@ class PrefillScheduler:
         if wanted < left and step.has_started:  # the next step could compute these tokens in a larger chunk
             min_s = MIN_CHUNK_FIXED_COSTS * self._costs.chunk_s(1, prompt.num_prefilled)
             is_short = wanted < MIN_PREFILL_TOKENS or self._costs.chunk_s(wanted, prompt.num_prefilled) < min_s
-            if is_short or self._is_encoder:
+            if is_short or self._whole_prompts:
                 step.close()
                 return 0
         self._budget.release_chunk()
@@ -257,8 +257,8 @@ class PrefillScheduler:
         self._costs.record_image(image.num_patches, num_blocks / image.depth, device_s)
 
     def _undivided(self, prompt: Prompt, num_tokens: int) -> int:
-        """Return the size of a chunk that divides no prompt of an encoder, and no image where the model forbids it."""
-        if self._is_encoder:
+        """Return the size of a chunk that divides no prompt, or no image, where the model forbids it."""
+        if self._whole_prompts:
             return prompt.num_left
         if self._whole_image_token is None or not prompt.row.spec.images:
             return num_tokens
@@ -353,7 +353,7 @@ class PrefillScheduler:
 
     def _may_burst(self, prompt: Prompt) -> bool:
         """Return whether the prompt may share a forward now: it must not wait for another prompt's prefix."""
-        if not self._has_bursts or prompt.is_alone or not may_burst(prompt, self._is_encoder):
+        if not self._has_bursts or prompt.is_alone or not may_burst(prompt, self._whole_prompts):
             return False
         return prompt.has_started or self.source_of(prompt) is None
 

@@ -21,7 +21,7 @@ def check_request(request: EngineRequest, config: EngineConfig, runner: ModelRun
     _check_plan(request, runner.no_sparse)
     _check_pooling(request, runner.no_pooling)
     _check_encoded(request, runner.encoder)
-    _check_prompt_logprobs(request, runner.vocab_size)
+    _check_prompt_logprobs(request, runner)
 
 
 def _check_limits(request: EngineRequest, config: EngineConfig, runner: ModelRunner) -> None:
@@ -111,20 +111,22 @@ def _check_encoded(request: EngineRequest, encoder: Encoded | None) -> None:
         )
 
 
-def _check_prompt_logprobs(request: EngineRequest, vocab_size: int) -> None:
+def _check_prompt_logprobs(request: EngineRequest, runner: ModelRunner) -> None:
     """Check that the logprobs of the prompt can be computed.
 
     Raises:
         InvalidRequest: The request asks for too many alternatives, or has images, a plan, pooling or a token without a
-            logit.
+            logit, or each token of a prompt sees the next one.
     """
-    number = request.prompt_logprobs
+    number, vocab_size = request.prompt_logprobs, runner.vocab_size
     if number is None:
         return
     if not 0 <= number <= MAX_TOP_LOGPROBS:
         raise InvalidRequest(
             f"prompt_logprobs is {number}; it must be between 0 and {MAX_TOP_LOGPROBS}", "prompt_logprobs"
         )
+    if runner.whole_prompts is not None:
+        raise InvalidRequest(f"the prompts of this model have no logprobs: {runner.whole_prompts}", "prompt_logprobs")
     asked = {"images": request.images, "sparse": request.sparse, "pooling": request.pooling}
     if found := next((field for field, is_asked in asked.items() if is_asked), None):
         raise InvalidRequest(

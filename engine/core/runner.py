@@ -170,9 +170,12 @@ class ModelRunner(Protocol):
     """The placeholder of images in prompts; None for a text model."""
     whole_images: bool
     """Whether the tokens of an image see each other, so that no chunk may end among them."""
+    whole_prompts: str | None
+    """Why each prompt is one chunk: its tokens see each other in both directions, so that the state after some of them
+    depends on all, and nothing of it is cached. None if each token sees those before it."""
     encoder: Encoded | None
-    """Results of an encoder, whose tokens see each other in both directions; None for a model that generates text. All
-    requests of an encoder have `pooling`, each prompt is one chunk, and it has no state to decode from or to cache."""
+    """Results of an encoder, which has `whole_prompts`; None for a model that generates text. All requests of an
+    encoder have `pooling`, and it has no state to decode from."""
     snapshots_prefixes: bool
     """Whether `snapshot` can return the state after fewer tokens of a prompt than are computed."""
     no_sparse: str | None

@@ -55,5 +55,5 @@ class SchedulerContext:
     """Whether several prompts can be computed in one forward."""
     whole_image_token: int | None = None
     """The placeholder of images that no chunk may divide; None if there are none."""
-    is_encoder: bool = False
-    """Whether each prompt is one chunk, see ModelRunner.encoder."""
+    whole_prompts: bool = False
+    """Whether each prompt is one chunk, see ModelRunner.whole_prompts."""

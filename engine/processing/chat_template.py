@@ -14,6 +14,7 @@ from engine.processing.boundaries import Messages
 from engine.processing.checkpoint import read_optional_json
 from engine.processing.conversation import DEFAULT_KWARGS, Conversation
 from engine.processing.encoders import is_encoder_checkpoint
+from engine.processing.plain_templates import CONTENTS
 from engine.processing.pooling import EmbeddingModel
 
 if TYPE_CHECKING:
@@ -30,17 +31,13 @@ TEMPLATE_ERRORS = (
 )
 """Exceptions that a template may raise for an unsupported conversation."""
 
-CONTENTS_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-"""Template of a model that has none and reads plain text, of an embedding model and of an encoder, whose inputs are not
-rendered."""
-
 
 class ChatTemplate:
     """The chat template of one checkpoint, and the tokenizer that it is loaded with. Thread-safe.
 
     Args:
         model_dir: The checkpoint.
-        is_plain: Whether a prompt is the text of the messages if the checkpoint has no template.
+        plain_template: The template if the checkpoint has none; None: it must have one.
         adds_beginning: Whether each prompt begins with the tokenizer's bos token, or its eos token if there is none,
             also if the template does not write it.
 
@@ -48,8 +45,8 @@ class ChatTemplate:
         EngineFailed: The directory has no usable tokenizer.json or no chat template.
     """
 
-    def __init__(self, model_dir: Path, is_plain: bool = False, adds_beginning: bool = False):
-        self._renderer = _load_renderer(model_dir, is_plain or _reads_plain_text(model_dir))
+    def __init__(self, model_dir: Path, plain_template: str | None = None, adds_beginning: bool = False):
+        self._renderer = _load_renderer(model_dir, CONTENTS if _reads_plain_text(model_dir) else plain_template)
         beginning: Any = self._renderer.bos_token or self._renderer.eos_token if adds_beginning else None
         self.beginning = str(beginning or "")
         """Text at the beginning of each prompt; '' for none."""
@@ -156,7 +153,7 @@ def _reads_plain_text(model_dir: Path) -> bool:
     return is_encoder_checkpoint(model_dir) or EmbeddingModel.read(model_dir) is not None
 
 
-def _load_renderer(model_dir: Path, is_plain: bool) -> "PreTrainedTokenizerFast":
+def _load_renderer(model_dir: Path, plain_template: str | None) -> "PreTrainedTokenizerFast":
     from transformers import PreTrainedTokenizerFast  # takes a second, so only processes that render import it
 
     # The generic class uses tokenizer.json as it is. AutoTokenizer selects a class by model type and rebuilds the
@@ -170,8 +167,8 @@ def _load_renderer(model_dir: Path, is_plain: bool) -> "PreTrainedTokenizerFast"
     try:
         renderer.get_chat_template()
     except ValueError:
-        if not is_plain:
+        if plain_template is None:
             places = "tokenizer_config.json, chat_template.jinja or chat_template.json"
             raise EngineFailed(f"{model_dir}: no chat template in {places}") from None
-        renderer.chat_template = CONTENTS_TEMPLATE
+        renderer.chat_template = plain_template
     return renderer

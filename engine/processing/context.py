@@ -37,8 +37,8 @@ WINDOWS_IGNORED = frozenset(
 """Families for which the libraries ignore `sliding_window` or `attention_chunk_size`: their attention sees all tokens,
 which is right as long as there are no more than the window has."""
 
-CHUNKED = "llama4"
-"""The family whose module applies the chunks that the module of its language model alone ignores."""
+WINDOWS_APPLIED = frozenset(("llama4", "paligemma"))
+"""Families whose module applies what the module of their language model alone ignores."""
 
 REACH = "sliding_window, attention_chunk_size or floor_scale"
 """Fields of config.json that limit a context."""
@@ -91,7 +91,7 @@ def ignored_window(model_config: dict[str, Any]) -> int | None:
     """Return the window of config.json where the libraries' attention sees all tokens; None without such a window."""
     section = text_section(model_config)
     family = section.get("model_type", model_config.get("model_type"))
-    if family not in WINDOWS_IGNORED or model_config.get("model_type") == CHUNKED:
+    if family not in WINDOWS_IGNORED or model_config.get("model_type") in WINDOWS_APPLIED:
         return None
     windows = [reach for reach in declared_reaches(model_config) or () if isinstance(reach, int)]
     reference = reference_config(model_config)

@@ -21,6 +21,10 @@ CHECKED_EVERY = 1024
 class ControlTokens:
     """The added tokens of a tokenizer, and their spelling in ordinary tokens.
 
+    Args:
+        tokenizer: The tokenizer.
+        words: Pattern of added tokens that are words, which every text may spell; '' for none.
+
     Attributes:
         ids: String to id.
         special_ids: Ids of special tokens, which decoding drops.
@@ -29,10 +33,14 @@ class ControlTokens:
         as_text: String to the ids of its spelling as plain text.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, words: str = ""):
         added = tokenizer.get_added_tokens_decoder()
         # Some tokenizers add runs of spaces or line breaks, which are no control tokens and occur in every text.
-        tokens = {id_: token for id_, token in added.items() if token.content.strip()}
+        tokens = {
+            id_: token
+            for id_, token in added.items()
+            if token.content.strip() and not (words and re.fullmatch(words, token.content))
+        }
         self.ids = {token.content: id_ for id_, token in tokens.items()}
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self.every = any_of(self.ids)

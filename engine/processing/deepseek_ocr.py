@@ -2,6 +2,9 @@
 
 from typing import Any
 
+PLACES = r"<\|/?(ref|det)\|>|<\|grounding\|>"
+"""Tokens around the names and places of things, which prompts of DeepSeek-OCR and DeepSeek-VL2 spell."""
+
 SQUARE = [[1024, 1024]]
 SAM: dict[str, Any] = {
     "downsample_channels": [512, 1024],

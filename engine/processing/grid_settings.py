@@ -447,4 +447,4 @@ GRIDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageGrid]] = 
     "deepseek_ocr": _deepseek_ocr_grid,
     "deepseek_ocr_2": _deepseek_ocr_grid,
 }
-"""By family: builds the grid from the image processor's settings and config.json."""
+"""By family: builds the grid from the image processor's settings and config.json. See family_grids.py for all."""

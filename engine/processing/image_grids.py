@@ -10,6 +10,7 @@ from engine.processing.image_grid import ImageGrid
 from engine.processing.naflex_grid import NaFlexGrid
 from engine.processing.native_grid import NativeGrid
 from engine.processing.overlap_grid import OverlapGrid
+from engine.processing.padded_anyres_grid import PaddedAnyresGrid
 from engine.processing.padded_overlap_grid import PaddedOverlapGrid
 from engine.processing.pan_grid import PanGrid
 from engine.processing.patch_grid import PatchGrid, RasterGrid
@@ -29,6 +30,7 @@ KINDS: dict[str, type[ImageGrid]] = {
         NaFlexGrid,
         NativeGrid,
         OverlapGrid,
+        PaddedAnyresGrid,
         PaddedOverlapGrid,
         PanGrid,
         PatchGrid,

@@ -13,7 +13,8 @@ from engine.processing.checkpoint import (
     read_config,
     video_processor_config,
 )
-from engine.processing.grid_settings import GRIDS, video_grid
+from engine.processing.family_grids import GRIDS
+from engine.processing.grid_settings import video_grid
 from engine.processing.image_file import ImageFile, ImageRefused, check_sides
 from engine.processing.image_grid import CutImage, ImageGrid
 from engine.processing.patch_normalization import PatchNormalization

@@ -71,20 +71,20 @@ class ChatTokenizer:
         family = vision_family(config)
         self._template = ChatTemplate(
             model_dir,
-            is_plain=family is not None and family.is_plain,
+            plain_template=None if family is None else family.plain_template,
             adds_beginning=family is not None
             and family.begins_prompts(read_optional_json(model_dir / "tokenizer_config.json")),
         )
         self._tokenizer: Tokenizer = self._template.backend_tokenizer
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._control = ControlTokens(self._tokenizer)
+        self._control = ControlTokens(self._tokenizer, "" if family is None else family.plain_tokens)
         self._bound = TokenBound(self._tokenizer)
         self.token_bytes = TokenBytes(self._tokenizer)
         self.image_token_id: int | None = image_token_id(config)
         self._strings = strings = self._special_strings(model_dir, config)
         self._placeholder = one_run if family is None else family.placeholder
-        self._images_first = family is not None and family.images_first
+        self._images_first = None if family is None else family.images_first
         self._media_markers = None if self._strings is None else self._find_markers(config, family, self._strings)
         self._media_token_ids = {config.get(key) for key in ("image_token_id", "image_token_index", "video_token_id")}
         self._encode_known = lru_cache(MAX_BEGINNINGS)(lambda pieces: np.asarray(self._encode_pieces(pieces), np.int32))
@@ -371,12 +371,14 @@ class ChatTokenizer:
         return self._media_markers.sub(replaced, rendered)
 
     def _behind_images(self, markers: re.Pattern[str], rendered: str, placeholders: Sequence[ImagePlaceholder]) -> str:
-        """Put the placeholders behind the beginning of the prompt, and then the text without as many markers."""
+        """Put the placeholders behind or before the beginning of the prompt, and then the text without the markers."""
         found = list(markers.finditer(rendered))[: len(placeholders)]
         for match in reversed(found):
             rendered = rendered[: match.start()] + rendered[match.end() :]
         beginning, images = self._template.beginning, "".join(one.text for one in placeholders[: len(found)])
         text = rendered.removeprefix(beginning)
+        if self._images_first == "before bos":
+            return f"{images}{beginning}{text}"
         return f"{beginning}{images}{'' if text[:1].isspace() else ' '}{text}"
 
     def _image_repeats(self, ids: np.ndarray, placeholders: Sequence[ImagePlaceholder]) -> np.ndarray:

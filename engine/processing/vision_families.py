@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.processing import deepseek_ocr
+from engine.processing import deepseek_ocr, plain_templates
 from engine.processing.image_placeholder import (
     crop_marks,
     gemma3_begin,
@@ -190,6 +190,23 @@ LLAVA_SIGLIP = VisionFamily(
     required_values={"vision_feature_select_strategy": "full"},  # the tower has no class token
     defaults={**HALF, "size": {"height": 224, "width": 224}, "resample": 3, "temporal_patch_size": 1},
 )
+PALIGEMMA = VisionFamily(
+    name="paligemma",
+    model_types=frozenset(("paligemma",)),
+    processors=_named("Siglip") | {"PaliGemmaProcessor"},
+    placeholder=one_run,
+    image_token="<image>",
+    in_text=lambda strings: strings.image,
+    adds_beginning=True,
+    images_first="before bos",
+    plain_template=plain_templates.LINES,
+    plain_tokens=r"<loc\d{4}>|<seg\d{3}>",
+    whole_prompts=lambda config: value_at(config, "text_config.use_bidirectional_attention", None) is not False,
+    towers=frozenset(("siglip_vision_model",)),
+    setting_values={"do_resize": True},
+    config_values={"vision_config.hidden_act": "gelu_pytorch_tanh"},
+    defaults={**HALF, "size": {"height": 224, "width": 224}, "resample": 3, "temporal_patch_size": 1},
+)
 LLAVA_NEXT = VisionFamily(
     name="llava_next",
     model_types=frozenset(("llava_next",)),
@@ -230,7 +247,7 @@ MOLMO = VisionFamily(
     marks=molmo_marks,
     image_token="<im_patch>",
     adds_beginning=True,
-    images_first=True,
+    images_first="behind bos",
     adds_features=True,
     setting_values={"do_normalize": True, "image_padding_mask": True},
     config_values={
@@ -368,7 +385,8 @@ DEEPSEEK_OCR = VisionFamily(
     image_token="<image>",
     in_text=lambda strings: f"{strings.image}\n",
     adds_beginning=True,
-    is_plain=True,
+    plain_template=plain_templates.CONTENTS,
+    plain_tokens=deepseek_ocr.PLACES,
     setting_values=deepseek_ocr.SETTINGS,
     config_values=deepseek_ocr.CONFIG,
     defaults={
@@ -384,6 +402,26 @@ DEEPSEEK_OCR_2 = replace(
     setting_values=deepseek_ocr.SETTINGS_2,
     config_values=deepseek_ocr.CONFIG_2,
 )
+DEEPSEEK_VL2 = VisionFamily(
+    name="deepseek_vl2",
+    model_types=frozenset(("deepseek_vl_v2",)),
+    processors=frozenset(("DeepseekVLV2Processor",)),
+    placeholder=one_run,
+    image_token="<image>",
+    in_text=lambda strings: f"{strings.image}\n",
+    adds_beginning=True,
+    plain_template=plain_templates.DEEPSEEK,
+    plain_tokens=deepseek_ocr.PLACES,
+    setting_values={"normalize": True, "image_token": "<image>", "sft_format": "deepseek"},
+    config_values={
+        "tile_tag": "2D",
+        "global_view_pos": "head",
+        "select_layer": -1,
+        "projector_config.projector_type": "downsample_mlp_gelu",
+        "projector_config.token_pooling": False,
+    },
+    defaults={**HALF, "resample": 3, "temporal_patch_size": 1, "rescale_divisor": 255},
+)
 
 FAMILIES = (
     QWEN_VL,
@@ -398,6 +436,7 @@ FAMILIES = (
     INTERNVL_CHAT,
     LLAVA,
     LLAVA_SIGLIP,
+    PALIGEMMA,
     LLAVA_NEXT,
     LLAVA_ONEVISION,
     MOLMO,
@@ -408,6 +447,7 @@ FAMILIES = (
     PHI4_SIGLIP,
     DEEPSEEK_OCR,
     DEEPSEEK_OCR_2,
+    DEEPSEEK_VL2,
 )
 
 
@@ -417,3 +457,9 @@ def vision_family(config: Mapping[str, Any]) -> VisionFamily | None:
     vision = config.get("vision_config")
     tower = vision.get("model_type") if isinstance(vision, dict) else None
     return next((family for family in found if tower in family.towers), found[0] if found else None)
+
+
+def whole_prompts(config: Mapping[str, Any]) -> str | None:
+    """Return why each prompt of a model is computed as a whole, None if it is not. See ModelRunner.whole_prompts."""
+    family = vision_family(config)
+    return "the tokens of its prompts see each other" if family is not None and family.whole_prompts(config) else None

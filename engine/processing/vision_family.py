@@ -13,6 +13,9 @@ PROCESSOR_KEYS = ("image_processor_type", "feature_extractor_type", "processor_c
 LayerKind = Literal["full", "window"]
 """Attention layers: those that see all tokens before, and those with a sliding window."""
 
+ImagesFirst = Literal["behind bos", "before bos"]
+"""Where the images of a prompt stand, see `VisionFamily.images_first`."""
+
 
 @dataclass(frozen=True)
 class VisionFamily:
@@ -39,16 +42,19 @@ class VisionFamily:
     adds_beginning: bool = False
     """Whether the processor begins each prompt with the tokenizer's bos token, or its eos token if there is none, where
     the chat template does not."""
-    images_first: bool = False
-    """Whether all images of a prompt stand before its text, which then begins with a space."""
+    images_first: ImagesFirst | None = None
+    """Where all images of a prompt stand before its text: behind the token that begins the prompt, and then the text
+    begins with a space; or before that token. None: each stands where the message has it."""
     adds_features: bool = False
     """Whether features are added to the embedding of the image token instead of replacing it."""
     heeds_add_bos: bool = False
     """Whether it does so only if the tokenizer does, by `add_bos_token` of tokenizer_config.json."""
     needs_processor: bool = True
     """Whether images need the configuration of an image processor; else config.json has the settings."""
-    is_plain: bool = False
-    """Whether a prompt is the text of the messages where the checkpoint has no chat template."""
+    plain_template: str | None = None
+    """The chat template where the checkpoint has none; None: a checkpoint needs one."""
+    plain_tokens: str = ""
+    """Pattern of added tokens that are words of the model, which a client's text may spell; '' for none."""
     deepstack: frozenset[str] = frozenset()
     """Those of model_types whose language model takes deepstack features."""
     towers: frozenset[str] = frozenset()
@@ -60,6 +66,8 @@ class VisionFamily:
     both_ways: Callable[[Mapping[str, Any]], frozenset[LayerKind]] = lambda config: frozenset()
     """Returns, by config.json, in which layers the tokens of a run see each other; in all others each of them sees
     those before it."""
+    whole_prompts: Callable[[Mapping[str, Any]], bool] = lambda config: False
+    """Returns, by config.json, whether all tokens of a prompt see each other, those of texts as well."""
     required_keys: tuple[str, ...] = ()
     """Keys of config.json that must not be missing; keys of its parts have dots between them."""
     setting_values: Mapping[str, Any] = field(default_factory=dict)

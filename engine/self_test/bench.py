@@ -11,9 +11,10 @@ from engine.config import EngineConfig
 from engine.core.prefix_cache.snapshot_boundaries import LEAST_TOKENS
 from engine.core.runner import ModelRunner
 from engine.processing.tokenizer import ChatPrompt
-from engine.protocol import MAX_TOP_LOGPROBS, EngineRequest, ImagePatches, SamplingParams, TokenLogprobs
+from engine.protocol import MAX_TOP_LOGPROBS, EngineRequest, ImagePatches, Progress, SamplingParams, TokenLogprobs
 from engine.self_test.agreement import UNIT_ROUNDOFF, Answer, Rounding, size_of_logits, spread
 from engine.self_test.core_run import CoreRun
+from engine.self_test.outcome import NotApplicable
 from engine.self_test.prompts import IMAGE_QUESTION, QUESTIONS, SYSTEM, TURNS, Message, Prompts
 from engine.worker import device_facts
 
@@ -118,6 +119,11 @@ class Bench:
     def _turn(self, number: int) -> list[Message]:
         return [Message("system", SYSTEM), Message("user", TURNS[number])]
 
+    def require_prefixes(self) -> None:
+        """Raise NotApplicable if no prefix of a prompt has a state of its own that could be cached."""
+        if (reason := self.runner.whole_prompts) is not None:
+            raise NotApplicable(reason)
+
     def alone(self, *requests: EngineRequest) -> dict[str, Answer]:
         """Return each request's answer with no other request in the engine, computed once."""
         for one in requests:
@@ -150,11 +156,14 @@ class Bench:
     def _prefilled(
         self, request: EngineRequest, answer: Answer, num_positions: int, chunk: int
     ) -> tuple[TokenLogprobs, ...]:
-        """Return the logprobs of the first positions of an answer, each as the first of a longer prompt."""
+        """Return the logprobs of the first positions of an answer, each after tokens prefilled with the prompt.
+
+        These stay an answer's: in a prompt whose tokens see each other, they would change what comes before them.
+        """
         found = []
         for i in range(num_positions):
-            ids = np.concatenate([request.token_ids, np.array(answer.token_ids[:i], np.int32)])
-            one = replace(request, token_ids=ids, sampling=replace(request.sampling, max_tokens=1), stop_token_ids=())
+            sampling = replace(request.sampling, max_tokens=i + 1)
+            one = replace(request, progress=(Progress(answer.token_ids[:i]),), sampling=sampling, stop_token_ids=())
             (first,) = self.together([one], prefill_chunk_tokens=chunk).values()
             found += first.logprobs
         return tuple(found)

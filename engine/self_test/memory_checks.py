@@ -64,6 +64,7 @@ def peak(bench: Bench) -> Outcome:
 
 def snapshots(bench: Bench) -> Outcome:
     """Compare the bytes of the prefix cache with those that are freed by clearing it."""
+    bench.require_prefixes()
     run = bench.core_run(prefix_cache=CACHING)
     long = replace(bench.questions[-1], boundaries=bench.first_turn.boundaries)
     run.run({0: [bench.first_turn, long]})

@@ -110,6 +110,7 @@ def prompt_lookup(bench: Bench) -> Outcome:
 
 def snapshot_in_memory(bench: Bench) -> Outcome:
     """Continue a conversation from the prefix cache, against computing all of it."""
+    bench.require_prefixes()
     run = bench.core_run(prefix_cache=CACHING)
     second = bench.second_turn(run.run({0: [bench.first_turn]})["first turn"])
     return _hit("snapshot hit = miss, memory", bench, second, run.run({0: [second]})["second turn"])
@@ -117,6 +118,7 @@ def snapshot_in_memory(bench: Bench) -> Outcome:
 
 def snapshot_on_disk(bench: Bench) -> Outcome:
     """Continue a conversation from files that another engine has written, against computing all of it."""
+    bench.require_prefixes()
     with tempfile.TemporaryDirectory(prefix="orchard-self-test-") as directory:
         caching = CACHING | {"disk": {"path": directory, "max_gb": DISK_GB}}
         config = changed(bench.config, mtp="off", prompt_lookup="off", prefix_cache=caching)

@@ -54,6 +54,7 @@ class EncoderRunner:
 
     image_token_id: int | None = None
     whole_images = False
+    whole_prompts: str | None = "an encoder's tokens see each other"
     snapshots_prefixes = False
     no_sparse: str | None = "an encoder's tokens see each other, so none can be skipped"
     no_pooling: str | None = None

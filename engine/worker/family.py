@@ -11,7 +11,7 @@ from engine.processing.encoders import CLASSIFIER
 from engine.worker import mlx_lm_families
 from engine.worker.layer_caches import unserved_reason
 
-VISION_MODULES = ("vision_tower", "vision_model", "visual")
+VISION_MODULES = ("vision_tower", "vision_model", "vision", "visual")
 """Names of a model's vision tower; the library sets it to None if the checkpoint has no weights for it."""
 
 

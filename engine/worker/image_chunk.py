@@ -1,4 +1,4 @@
-"""ImageChunk: the tokens of a chunk of a prompt with images, as the language model takes them."""
+"""ImageChunk: a chunk of a prompt with images, or whose tokens see each other, as the language model takes it."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import mlx.core as mx
 import numpy as np
 
 from engine.processing.vision_family import LayerKind
-from engine.worker.image_attention import both_ways
+from engine.worker.image_attention import CACHES, both_ways, image_runs
 from engine.worker.kv_cache import SequenceCache
 
 
 @dataclass(frozen=True)
 class ImageChunk:
-    """A chunk of a prompt with image tokens. n: number of these."""
+    """A chunk of a prompt with image tokens, or whose tokens see each other. n: number of image tokens."""
 
     embeds: mx.array
     """[1, L, hidden], of all tokens of the chunk, text and images."""
@@ -27,9 +27,12 @@ class ImageChunk:
     """Layers in which image tokens that follow one another see each other."""
     per_layer: mx.array | None = None
     """[1, L, layers, width], see `LanguageModel.per_layer_inputs`."""
+    num_whole: int = 0
+    """Tokens at its beginning that see each other in all layers, see ModelRunner.whole_prompts."""
 
     def but_last(self) -> "ImageChunk":
-        """Return the chunk without its last token."""
+        """Return the chunk without its last token, which no other may see."""
+        assert not self.num_whole
         length = self.embeds.shape[1] - 1
         num_left = int(np.searchsorted(self.places, length))
         return ImageChunk(
@@ -55,7 +58,13 @@ class ImageChunk:
 
 
 def masked(chunk: ImageChunk | None, cache: SequenceCache) -> AbstractContextManager[None]:
-    """Let a row's caches mask the images of a chunk as the model's family does."""
-    if chunk is None or not chunk.both_ways:
+    """Let a row's caches mask the images of a chunk, or all of it, as the model's family does."""
+    if chunk is None:
         return nullcontext()
-    return both_ways(cache, chunk.places, chunk.embeds.shape[1], chunk.both_ways)
+    length = chunk.embeds.shape[1]
+    if chunk.num_whole:
+        run = np.where(np.arange(length) < chunk.num_whole, 0, -1)
+        return both_ways(cache, run, frozenset(CACHES), beyond_window=True)
+    if chunk.both_ways:
+        return both_ways(cache, image_runs(chunk.places, length), chunk.both_ways)
+    return nullcontext()

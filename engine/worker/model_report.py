@@ -29,6 +29,7 @@ from engine.processing.encoders import is_encoder_checkpoint
 from engine.processing.pooling import EmbeddingModel, choose_pooling
 from engine.processing.reranker import Reranker
 from engine.processing.tokenizer_match import why_different
+from engine.processing.vision_families import whole_prompts
 from engine.worker import loader, memory, mtp_loader
 from engine.worker.encoder_loader import open_encoder
 from engine.worker.fast_paths import FastPaths
@@ -100,11 +101,13 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
     yield f"media            {', '.join(['text', *sorted(opened.media_kinds)])}{_missing_media(opened)}"
     yield f"context          {opened.max_context_tokens} tokens{_scaling(opened.config)}"
     paths = FastPaths.of(language_model, opened.config["model_type"])
-    yield "prefix cache     yes"
-    yield f"bursts           {paths.bursts or 'yes'}"
+    whole = whole_prompts(opened.config)
+    sparse = whole or paths.sparse_prefill
+    yield f"prefix cache     {'yes' if whole is None else f'no: {whole}'}"
+    yield f"bursts           {whole or paths.bursts or 'yes'}"
     yield f"MTP head         {opened.head_dir or opened.mtp_status}"
     yield f"prompt lookup    {paths.prompt_lookup or 'yes'}"
-    yield f"sparse prefill   {'yes' if paths.sparse_prefill is None else f'no: {paths.sparse_prefill}'}"
+    yield f"sparse prefill   {'yes' if sparse is None else f'no: {sparse}'}"
     if draft is not None:
         yield f"draft model      {draft}: {_draft_reason(opened.path, draft) or 'has the same tokenizer'}"
     yield from _without_text(opened, language_model)
@@ -134,7 +137,7 @@ def _of_encoder(config: EngineConfig, draft: str | None) -> Iterator[str]:
 
 def _without_text(opened: loader.OpenedModel, language_model: LanguageModel) -> Iterator[str]:
     """Yield what the model gives besides text, or instead of it."""
-    reason = language_model.states_unsupported_reason()
+    reason = whole_prompts(opened.config) or language_model.states_unsupported_reason()
     if Reranker.read(opened.path) is not None:
         yield f"scores           {reason or 'yes, and nothing else: it is a reranker'}"
         return

@@ -29,7 +29,7 @@ from engine.process_lock import ProcessLock
 from engine.processing.checkpoint import image_processor_config, num_embeddings
 from engine.processing.patch_normalization import PatchNormalization
 from engine.processing.reranker import Reranker
-from engine.processing.vision_families import vision_family
+from engine.processing.vision_families import vision_family, whole_prompts
 from engine.processing.vision_family import image_token_id
 from engine.protocol import EngineRequest, SamplingParams
 from engine.start_phase import StartPhase
@@ -113,8 +113,9 @@ class MLXRunner:
             num_split = split_products.install(model.module.language_model, model.mtp_head, model.draft)
         sizes = self.vocab_size, self.num_embeddings = model.vocab_size, num_embeddings(model.config)
         self._head = drafting_head(model.draft, model.mtp_head, *sizes, self._language_model)
-        self._vision = self._make_vision(model, config)
-        self._prefill = Prefill(self._language_model, self._head, self._vision, image_token_id(model.config))
+        self._vision, whole = self._make_vision(model, config), whole_prompts(model.config)
+        facts = image_token_id(model.config), bool(whole)
+        self._prefill = Prefill(self._language_model, self._head, self._vision, *facts)
         self._burst = BurstPrefill(self._language_model, self._head)
         paths = FastPaths.of(self._language_model, model.config["model_type"])
         compiled = use_compiled(config, paths)
@@ -126,10 +127,10 @@ class MLXRunner:
         self.drafts, self.no_drafts = drafts_offered(config, self._head, model.mtp_status, self._language_model)
         self.image_token_id, self.whole_images = self._prefill.image_token_id, bool(self._prefill.both_ways)
         self.snapshots_prefixes = paths.prefix_snapshots is None and self._head is None
-        self.no_sparse = paths.sparse_prefill
-        self.no_pooling = self._language_model.states_unsupported_reason()
+        self.whole_prompts, self.no_sparse = whole, whole or paths.sparse_prefill
+        self.no_pooling = whole or self._language_model.states_unsupported_reason()
         _check_reranker(model, self._language_model)
-        self.no_bursts = paths.bursts
+        self.no_bursts = whole or paths.bursts
         self.memory_limit_bytes = memory.default_limit_bytes()
         self.fingerprint = model.fingerprint
         self.costs, self.snapshot_s = MemoryCosts(), 0.0
@@ -201,7 +202,7 @@ class MLXRunner:
         lm, drafts = self._language_model.lm, self.drafts
         expanded = quantized_cuda.most_expanded_bytes(lm)
         costs = memory_costs.measure(self, a_snapshot, self._vision, drafts, num_heads, *head, quantized, expanded)
-        has_masks = "full" in self._prefill.both_ways
+        has_masks = "full" in self._prefill.both_ways or self.whole_prompts is not None
         return attention_costs.with_attention(costs, lm, a_snapshot, num_heads, kv_formats, has_masks)
 
     def decode(self, drafts: Drafts = PLAIN) -> dict[str, RowOutput]:

@@ -64,6 +64,8 @@ class PromptState:
     """Image tokens before the restored boundary."""
     done: int = 0
     """Tokens computed so far."""
+    num_whole: int = 0
+    """Tokens at its beginning that see each other, see ModelRunner.whole_prompts; those after them are an answer's."""
     pooled: PooledStates | None = None
     """Set for a request with `pooling`."""
     logprobs: PromptLogprobs | None = None
@@ -89,6 +91,7 @@ class Prefill:
         head: The MTP head or draft model, None without one.
         vision: The vision encoder, None for a text model.
         image_token_id: The placeholder of images.
+        whole_prompts: Whether the tokens of a prompt see each other, see ModelRunner.whole_prompts.
     """
 
     def __init__(
@@ -97,12 +100,14 @@ class Prefill:
         head: DraftHead | None,
         vision: VisionEncoder | None,
         image_token_id: int | None,
+        whole_prompts: bool = False,
     ):
         self._language_model = language_model
         self._head = head
         self._vision = vision
         self.image_token_id = image_token_id
         self.both_ways = frozenset() if vision is None else vision.both_ways
+        self._whole_prompts = whole_prompts
         self._adds_features = vision is not None and vision.adds_features
         self._slots_like: list[KeysValues] = []  # one token's keys and values per attention layer, once known
 
@@ -131,6 +136,7 @@ class Prefill:
         if self._head is not None and head_cache is not None:
             self._head.begin(int(request.prompt_token_ids[0]), head_cache)
         prompt = PromptState(ids, successors, cache, positions, next_position, index, head_cache)
+        prompt.num_whole = len(request.spec.token_ids) if self._whole_prompts else 0
         prompt.pooled = None if request.spec.pooling is None else PooledStates(request.spec.pooling)
         if request.spec.prompt_logprobs is not None and not request.output_token_ids:
             prompt.logprobs = PromptLogprobs(request.spec.prompt_logprobs)
@@ -263,12 +269,15 @@ class Prefill:
         mx.async_eval(prompt.hidden)
 
     def _embed(self, prompt: PromptState, token_ids: mx.array) -> ImageChunk | None:
-        """Embed the next chunk of a prompt, [1, L]; None for a chunk of text."""
+        """Embed the next chunk of a prompt, [1, L]; None for a chunk of text whose tokens see those before them."""
         start, end = prompt.done, prompt.done + token_ids.shape[1]
         first, last = np.searchsorted(prompt.image_index, (start, end))
-        if first == last:
+        num_whole = max(min(prompt.num_whole, end) - start, 0)
+        if first == last and not num_whole:
             return None
         embeds = self._language_model.embed_for_layers(token_ids)
+        if first == last:
+            return ImageChunk(embeds, np.empty(0, np.int32), mx.zeros((0, 0)), num_whole=num_whole)
         assert prompt.all_features is not None
         skipped, places = prompt.num_image_tokens_restored, prompt.image_index[first:last] - start
         features = prompt.all_features[int(first) - skipped : int(last) - skipped].astype(embeds.dtype)
@@ -277,7 +286,7 @@ class Prefill:
         is_inside = np.isin((end - 1, end), prompt.image_index).all()
         assert not (self.both_ways and is_inside), "the scheduler ends no chunk inside an image"
         per_layer = self._language_model.per_layer_inputs(token_ids, places)
-        return ImageChunk(embeds, places, features[:, embeds.shape[-1] :], self.both_ways, per_layer)
+        return ImageChunk(embeds, places, features[:, embeds.shape[-1] :], self.both_ways, per_layer, num_whole)
 
     def _positions(self, ids: np.ndarray, images: tuple[ImagePatches, ...]) -> tuple[np.ndarray, int]:
         if not self._language_model.explicit_positions:

@@ -24,7 +24,6 @@ REFUSED: dict[str, str] = {
     "mllama": CROSS,
     "molmo_point": "its answers contain points, which the library computes from image features between two tokens",
     "nemotron_parse": CROSS,
-    "paligemma": BOTH_WAYS,
 }
 """model_type -> why its text cannot be served."""
 

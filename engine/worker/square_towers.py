@@ -33,6 +33,29 @@ class Gemma3Tower:
         return [one_tile(self._vision.embeddings)]
 
 
+class PaliGemmaTower:
+    """SigLIP on one square; a patch is a token."""
+
+    def __init__(self, module: Any):
+        self._module, self._vision = module, module.vision_tower.vision_model
+        self.num_blocks, self.patch_size = len(self._vision.encoder.layers), self._vision.embeddings.patch_size
+
+    def begin(self, pixels: mx.array, grid: Grid) -> TowerState:
+        embeddings = self._vision.embeddings
+        return TowerState(embeddings(frames(pixels, grid, embeddings.patch_embedding.weight.dtype)), grid)
+
+    def run_block(self, index: int, state: TowerState) -> None:
+        state.hidden = self._vision.encoder.layers[index](state.hidden, mask=None)
+
+    def finish(self, state: TowerState) -> mx.array:
+        features = self._module.multi_modal_projector(self._vision.post_layernorm(state.hidden[0]))
+        # The language model scales all embeddings, which image features must undergo without effect
+        return features / self._module.language_model.config.hidden_size**0.5
+
+    def probe_grids(self) -> list[Grid]:
+        return [one_tile(self._vision.embeddings)]
+
+
 class PanAndScanTower(Gemma3Tower):
     """The same on an image and its crops."""
 

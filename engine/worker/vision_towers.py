@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.worker import square_towers
+from engine.worker.deepseek_vl2_tower import DeepseekVL2Tower
 from engine.worker.gemma4_tower import Gemma4Tower
 from engine.worker.lfm2_tower import Lfm2Tower
 from engine.worker.molmo2_tower import Molmo2Tower
@@ -232,6 +233,7 @@ class Mistral3Tower(PixtralTower):
 
 
 TOWERS: dict[str, type[VisionTower]] = {
+    "deepseek_vl_v2": DeepseekVL2Tower,
     "deepseekocr": DeepseekOCRTower,
     "deepseekocr_2": DeepseekOCR2Tower,
     "dots_ocr": DotsTower,
@@ -253,6 +255,7 @@ TOWERS: dict[str, type[VisionTower]] = {
     "molmo": MolmoTower,
     "molmo2": Molmo2Tower,
     "paddleocr_vl": PaddleOCRTower,
+    "paligemma": square_towers.PaliGemmaTower,
     "phi3_v": Phi3VTower,
     "phi4-siglip": Phi4Tower,
     "pixtral": PixtralTower,

@@ -231,6 +231,7 @@ class ClockRunner:
     image_token_id: int | None = None
     snapshots_prefixes = False
     whole_images = False
+    whole_prompts: str | None = None
     encoder: Encoded | None = None
     no_sparse: str | None = "no sparse plans in the simulation"
     no_pooling: str | None = "no embeddings in the simulation"

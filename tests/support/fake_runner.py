@@ -49,6 +49,7 @@ class NoSnapshots:
 
     image_token_id: int | None = None
     whole_images = False
+    whole_prompts: str | None = None
     encoder: Encoded | None = None
     snapshots_prefixes = False
     no_sparse: str | None = None
@@ -145,6 +146,7 @@ class FakeRunner:
         self.no_drafts: Mapping[Proposer, str] = {} if max_draft_tokens else {"mtp": "the fake has none"}
         self.image_token_id: int | None = None
         self.whole_images = False
+        self.whole_prompts: str | None = None
         self.encoder: Encoded | None = None
         self.snapshots_prefixes = False
         self.no_sparse: str | None = None

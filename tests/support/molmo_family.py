@@ -131,5 +131,5 @@ MOLMO = SightedFamily(
     seed=3,
     names=NAMES,
     embedder=embedder,
-    images_first=True,
+    images_first=" ",
 )

@@ -43,9 +43,11 @@ class SightedFamily:
         embedder: Returns the function that embeds a prompt, for a library's model that takes one image per prompt.
         built: Context in which the library builds the model.
         rounded: Rounds normalised pixels as the library's processor does, and here the tower.
-        images_first: Whether the images of a prompt stand before its text, which begins with a space.
+        images_first: What stands between the images of a prompt and its text, if they stand before it; else None.
         both_ways: Layers, "full" and "window", in which transformers lets the tokens of an image see each other, which
             the library does not.
+        logits: Returns the logits [1, L, vocab] of the library's language model for embeddings [1, L, hidden] of which
+            so many are the prompt's, where the tokens of a prompt see each other; None where they do not.
     """
 
     config: dict[str, Any]
@@ -61,8 +63,9 @@ class SightedFamily:
     embedder: Callable[[Any, dict[str, Any]], Callable[[Any], Any]] | None = None
     built: Callable[[], AbstractContextManager[None]] = nullcontext
     rounded: Callable[[np.ndarray], np.ndarray] = lambda pixels: pixels
-    images_first: bool = False
+    images_first: str | None = None
     both_ways: frozenset[str] = frozenset()
+    logits: Callable[[Any, Any, int], Any] | None = None
 
 
 def sighted(model_type: str, text_config: dict[str, Any], vision: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from engine.processing.vision_families import FAMILIES, QWEN_VL
 from engine.protocol import ImagePatches
+from tests.support.deepseek_vl2_family import DEEPSEEK_VL2
 from tests.support.families.family import (
     DEFAULT_BASE,
     EXPERTS,
@@ -28,6 +29,7 @@ from tests.support.kimi_family import KIMI_VL
 from tests.support.lfm2_family import LFM2_VL, UNDIVIDED
 from tests.support.molmo2_family import MOLMO2
 from tests.support.molmo_family import MOLMO
+from tests.support.paligemma_family import ONE, TWO
 from tests.support.phi3v_family import PHI3_V
 from tests.support.phi4_family import PHI4
 from tests.support.sighted_family import (
@@ -252,6 +254,8 @@ SIGHTED: dict[str, SightedFamily] = {
     "kimi_vl": KIMI_VL,
     "lfm2_vl": LFM2_VL,
     "lfm2-vl": UNDIVIDED,
+    "paligemma": ONE,
+    "paligemma with gemma2": TWO,
     "phi3_v": PHI3_V,
     "phi4-siglip": PHI4,
     "idefics3": idefics3("idefics3", text("llama"), seed=8),
@@ -266,6 +270,7 @@ SIGHTED: dict[str, SightedFamily] = {
     "dots_ocr": DOTS_OCR,
     "deepseekocr": DEEPSEEK_OCR,
     "deepseekocr_2": DEEPSEEK_OCR_2,
+    "deepseek_vl_v2": DEEPSEEK_VL2,
     "paddleocr_vl": paddleocr(seed=2),
     "qwen2_vl": flat(qwen("qwen2_vl", text("qwen2_vl", MROPE), QWEN2_VISION, seed=1)),
     "qwen2_5_vl": flat(qwen("qwen2_5_vl", text("qwen2_5_vl", MROPE), WINDOW_VISION, seed=4)),
@@ -328,12 +333,18 @@ IN_WORDS: dict[str, tuple[str, str, str]] = {
         "one run, at the place of the image in the text",
     ),
     "llava_siglip": ("one square", "one", "one run of as many tokens for every image"),
+    "paligemma": ("one square", "one", "one run of as many tokens for every image, before the text"),
     "deepseek_ocr": (
         "tiles before a padded square of the whole",
         "one",
         "one run, with a token at the end of each row of the tiles and of the square",
     ),
     "deepseek_ocr_2": ("tiles before a padded square of the whole", "one", "one run"),
+    "deepseek_vl2": (
+        "tiles of the padded image behind a padded square of the whole",
+        "one",
+        "one run, with a token at the end of each row of the square and of the tiles",
+    ),
 }
 """By the name of the family: what its tower takes, rope positions per token, image tokens in the prompt."""
 

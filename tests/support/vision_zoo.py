@@ -115,7 +115,11 @@ def reference(
         embedded = module.get_input_embeddings(ids, **given) if embed is None else embed(ids)
         more = {name: value for name, value in embedded.to_dict().items() if value is not None}
         with _masks_of(family, lm, ids):
-            logits.append(np.array(lm(ids, cache=cache, **more).logits[0, -1]))
+            if family is not None and family.logits is not None:
+                found = family.logits(lm, embedded.inputs_embeds, len(token_ids))
+            else:
+                found = lm(ids, cache=cache, **more).logits
+            logits.append(np.array(found[0, -1]))
         tokens.append(int(logits[-1].argmax()))
     return greedy(tokens, logits)
 

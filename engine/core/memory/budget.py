@@ -402,7 +402,7 @@ def make_memory_budget(config: EngineConfig, runner: ModelRunner, evictable: Evi
     """
     costs = runner.costs
     limit, headroom = limit_and_headroom(config.memory, runner.memory_limit_bytes)
-    undivided = runner.whole_images, runner.encoder is not None
+    undivided = runner.whole_images, runner.whole_prompts is not None
     needs = MemoryNeeds(costs, limit - headroom, config.memory.reserve_tokens, *undivided)
     if needs.max_row_tokens() < MIN_ROW_TOKENS:
         raise EngineFailed(

@@ -51,7 +51,7 @@ class MemoryNeeds:
         limit_bytes: Memory of the engine, weights included.
         reserve_tokens: See MemoryConfig.reserve_tokens.
         whole_images: See ModelRunner.whole_images.
-        whole_prompts: Whether each prompt is one chunk, see ModelRunner.encoder.
+        whole_prompts: Whether each prompt is one chunk, see ModelRunner.whole_prompts.
     """
 
     def __init__(

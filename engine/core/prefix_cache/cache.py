@@ -86,7 +86,7 @@ class PrefixCache:
         self._prompt_s = costs.prompt_s
         self._clock = clock
         self._next_check_s = 0.0
-        self.off_reason = None if config.enabled else "prefix_cache.enabled is false"
+        self.off_reason = runner.whole_prompts if config.enabled else "prefix_cache.enabled is false"
         if self.off_reason is not None:
             files = None
         self.store = SnapshotStore(clock) if files is None else SnapshotStore(clock, files.meta_of)

@@ -14,6 +14,7 @@ from engine.worker.patches import (
     molmo2_embedding,
     molmo2_tower,
     moonvit_positions,
+    paligemma_layers,
     phi3small_blocks,
     phi3v_embedding,
     phi4_positions,
@@ -37,6 +38,7 @@ def correct() -> None:
     molmo2_embedding.install()
     molmo2_tower.install()
     moonvit_positions.install()
+    paligemma_layers.install()
     phi3small_blocks.install()
     phi3v_embedding.install()
     phi4_positions.install()

@@ -108,7 +108,9 @@ def test_prompt_has_the_tokens_that_the_library_gives_an_image(family: SightedFa
         messages = [{"role": "user", "content": content}]
         placeholders = [tokenizer.placeholder(made)]
         ids = tokenizer.encode_chat(messages, template_kwargs={}, placeholders=placeholders)
-        before, inside = (f"{family.placed(made)} ", "") if family.images_first else ("", family.placed(made))
+        before, inside = ("", family.placed(made))
+        if family.images_first is not None:
+            before, inside = f"{inside}{family.images_first}", ""
         expected = f"{before}<|im_start|>user\nIs <image> this{inside}?<|im_end|>\n<|im_start|>assistant\n"
         assert tokenizer.decode(ids.tolist()) == expected
         assert int((ids == tokenizer.image_token_id).sum()) == made.num_tokens

@@ -26,7 +26,7 @@ from engine.worker.family import unsupported_reason
 from engine.worker.refused_families import REFUSED
 from tests.support import zoo
 from tests.support.families import FAMILIES
-from tests.support.families.family import EXPERTS, SIGLIP, TOWER, Family, text, vlm
+from tests.support.families.family import EXPERTS, TOWER, Family, text, vlm
 from tests.support.zoo import make
 
 OTHER_CACHE = Family(text("z1t", num_hidden_layers=2, aft_heads=2), "Z1TCache*2")
@@ -111,7 +111,6 @@ def test_a_family_whose_tokens_would_be_wrong_is_refused_by_name_before_its_weig
     [
         ("llada2_moe", text("llada2_moe", EXPERTS)),
         ("mllama", vlm("mllama", text("mllama", cross_attention_layers=[1]), TOWER)),
-        ("paligemma", vlm("paligemma", text("gemma", num_key_value_heads=1), SIGLIP)),
     ],
 )
 def test_tokens_of_refused_families_depend_on_how_a_prompt_is_cut(family: str, config: dict[str, Any], tmp_path):

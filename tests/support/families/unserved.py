@@ -30,6 +30,7 @@ UNTESTED: dict[str, str] = {
     "gemma3n": _TOWER,
     "mimo_v2": "its checkpoint needs embeddings of speech, of a fixed size of 100 MB",
     "muse_spark": _METAL,
+    "paligemma": "the tokens of its prompts see each other; the tests of its images have texts as well",
     "phi3_v": "its language model is the whole model, with the tower; the tests of its images have texts as well",
     "prism_hadamard_qwen35": "it takes packed weights of 2 bits alone",
     "qwen3_omni_moe": "its language model is part of a part of the model, where the engine does not look for it",
