@@ -95,15 +95,27 @@ class CudaKernel:
         output_names: Names of the outputs in the source.
         source: Body of the kernel.
         header: Source before the kernel.
+        shared_memory: Bytes of a block's memory whose size the source does not give.
     """
 
     def __init__(
-        self, name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, header: str = ""
+        self,
+        name: str,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        source: str,
+        header: str = "",
+        shared_memory: int = 0,
     ) -> None:
         self._name, self._input_names, self._output_names = name, input_names, output_names
         self._source, self._header = source, header
         self._launch: Any = mx.fast.cuda_kernel(
-            name=name, input_names=input_names, output_names=output_names, source=source, header=header
+            name=name,
+            input_names=input_names,
+            output_names=output_names,
+            source=source,
+            header=header,
+            shared_memory=shared_memory,
         )
         self._cached_forms: set[tuple[Any, ...]] = set()
 

@@ -152,6 +152,8 @@ def _with_forwards(
         runner.drop([one.id, two.id])
     ranked, shaped = (_asking(runner, costs, drafts, sampling) for sampling in (RANKED, SHAPED))
     row = max(both - alone, alone // 2, 0)
+    if loader.on_gpu():  # while it works, the host allocates the next states of all layers; few rows are done too soon
+        row = max(row, costs.state_bytes)
     pair = max(late - first, 0) / (2 * n * n)
     token = max(wide - first - (min(2 * n, costs.max_queries) * 2 * n - n * n) * pair, first / 2, 0) / n
     chunk = max(first - n * token - n * n * pair, 0)

@@ -29,15 +29,26 @@ struct bf16 {
     }
 };
 struct uint4 { unsigned x, y, z, w; };
+struct uint2 { unsigned x, y; };
 struct float2 { float x, y; };
 struct __nv_bfloat162 { bf16 x, y; };
 struct Place { int x, y; };
+
+// Copies of a lane to shared memory, which happen when it waits for them.
+struct Copy {
+    uint4* to;
+    const void* from;
+    bool there;
+};
+constexpr int MAX_COPIES = 4096;
 
 // A lane runs until it waits at a barrier; then it is the next one's turn.
 struct Lane {
     ucontext_t context;
     void* stack;
     bool has_ended;
+    Copy copies[MAX_COPIES];
+    int ends[MAX_COPIES], num_copies, num_ends, num_waited, num_done;
 };
 ucontext_t scheduler;
 Lane* running;
@@ -85,6 +96,15 @@ inline void multiply(
             const int holder = k % 8 / 2, high = k / 8, column = part * 2 + r % 2;
             c[r] += half_of(warp.a[group * 4 + holder][r / 2 + 2 * high], k % 2) *
                     half_of(warp.b[column * 4 + holder][high], k % 2);
+        }
+}
+inline void copy(uint4* to, const void* from, bool there, bool aligned) { running->copies[running->num_copies++] = {to, from, there}; }
+inline void end_of_copies() { running->ends[running->num_ends++] = running->num_copies; }
+template <int Groups> void wait_for_copies() {
+    for (; running->num_waited + Groups < running->num_ends; ++running->num_waited)
+        for (; running->num_done < running->ends[running->num_waited]; ++running->num_done) {
+            const Copy& one = running->copies[running->num_done];
+            *one.to = one.there ? *static_cast<const uint4*>(one.from) : uint4{};
         }
 }
 template <typename T> T __shfl_xor_sync(unsigned, T x, int mask) {
@@ -143,6 +163,7 @@ inline void launch(int columns, int rows, int lanes, int warps) {
             all[i].context.uc_stack.ss_size = stack_bytes;
             all[i].context.uc_link = &scheduler;
             all[i].has_ended = false;
+            all[i].num_copies = all[i].num_ends = all[i].num_waited = all[i].num_done = 0;
             makecontext(&all[i].context, run_lane, 0);
         }
         for (int turn = 0, ended = 0; ended < count; ++turn)

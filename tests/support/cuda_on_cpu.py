@@ -79,7 +79,10 @@ class Kernel:
         # The header's own function for tensor cores is assembly; cuda_on_cpu.h has another one.
         header = self._arguments["header"].partition("// Multiply eight")[2]
         lines = [f'#include "{HEADER}"', "//" + header, *arrays, "void kernel() {", *body]
-        lines += [self._arguments["source"], "}", f"int main() {{ launch({launched});", *written, "}"]
+        # Memory whose size the source does not give.
+        lines.insert(1, f"uint4 staged[{self._arguments['shared_memory'] // 16 + 1}];")
+        code = self._arguments["source"].replace("extern __shared__ uint4 staged[];", "")
+        lines += [code, "}", f"int main() {{ launch({launched});", *written, "}"]
         source, program = self._folder / "kernel.cpp", self._folder / "kernel"
         source.write_text("\n".join(lines))
         subprocess.run([*COMPILER, source, "-o", program], check=True, timeout=120)

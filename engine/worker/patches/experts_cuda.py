@@ -18,7 +18,7 @@ from mlx_lm.models import switch_layers as text_layers
 from mlx_vlm.models import switch_layers
 
 from engine.worker.cuda_kernel import CudaKernel, short
-from engine.worker.patches import few_rows_cuda
+from engine.worker.patches import few_rows_cuda, row_tiles_kernel
 from engine.worker.patches.few_rows_cuda import COLUMNS, MAX_SIZE, OUTPUTS, QUANTIZED_BITS, ROWS, UNQUANTIZED, Weight
 from engine.worker.patches.few_rows_kernel import NAMES, Form, Grouping, kernel_of
 
@@ -29,6 +29,9 @@ MAX_TOKENS = 2**15
 30 experts of each of so many tokens, and for adding up their results."""
 OUT_TILES = 4
 """Output tiles of a block."""
+MANY_PAIRS = 24
+"""From this many pairs of an expert on, on average, blocks have as many as 64 (row_tiles_kernel.py), with quantized
+weights."""
 
 _GROUPING = """
     // One block with a thread per expert: counts each expert's pairs, gives them places, and lists the tiles.
@@ -111,7 +114,7 @@ def with_shared(module: Any, shared: Any, x: mx.array, indices: mx.array, norm: 
         eps, of_norm = norm.eps, [norm.weight]
     elif norm is not None:
         x = norm(x)
-    pairs = _Pairs.of(indices, module.gate_proj.num_experts, shared is not None)
+    pairs = _Pairs.of(indices, module, shared is not None)
     gates, downs = [module.gate_proj, module.up_proj], [module.down_proj]
     if shared is not None:
         gates, downs = [*gates, shared.gate_proj, shared.up_proj], [*downs, shared.down_proj]
@@ -125,6 +128,7 @@ class _Pairs(NamedTuple):
         num_tokens: Number of tokens.
         share: Pairs of a token.
         slots: Number of blocks, of which some may be empty.
+        tile: Most pairs of a block.
         where: The expert [P] of each pair, for blocks of one pair; or what `_grouped` returns.
         with_shared: Whether further blocks multiply all tokens.
     """
@@ -132,17 +136,22 @@ class _Pairs(NamedTuple):
     num_tokens: int
     share: int
     slots: int
+    tile: int
     where: list[mx.array]
     with_shared: bool
 
     @classmethod
-    def of(cls, indices: mx.array, num_experts: int, with_shared: bool) -> Self:
-        """Return the pairs of the experts [N, k] of tokens."""
+    def of(cls, indices: mx.array, module: Any, with_shared: bool) -> Self:
+        """Return the pairs of the experts [N, k] that are chosen for tokens, of the library's SwitchGLU."""
         (num_tokens, share), experts = indices.shape, indices.reshape(-1).astype(mx.int32)
+        num_experts = module.gate_proj.num_experts
         if 2 * experts.size <= num_experts:
-            return cls(num_tokens, share, experts.size, [experts], with_shared)
-        slots = min(experts.size, num_experts) + experts.size // ROWS
-        return cls(num_tokens, share, slots, _grouped(experts, num_experts, ROWS, slots), with_shared)
+            return cls(num_tokens, share, experts.size, ROWS, [experts], with_shared)
+        is_many = experts.size >= MANY_PAIRS * num_experts and num_tokens > ROWS  # fewer may be behind a norm
+        are_quantized = all(_bits(module[name]) < UNQUANTIZED for name in ("gate_proj", "down_proj"))
+        tile = ROWS * row_tiles_kernel.ROW_TILES if is_many and are_quantized else ROWS
+        slots = min(experts.size, num_experts) + experts.size // tile
+        return cls(num_tokens, share, slots, tile, _grouped(experts, num_experts, tile, slots), with_shared)
 
 
 def _grouped(experts: mx.array, num_experts: int, tile: int, slots: int) -> list[mx.array]:
@@ -179,26 +188,31 @@ def _multiply(
     A row's result depends on the number of warps, which depends on the weights alone. See few_rows_kernel.kernel_of.
     """
     bits, num_outputs = _bits(layers[0]), layers[0].output_dims
-    warps = 8 if x.shape[-1] >= 8 * (512 // bits) else 4
-    per_block = OUTPUTS * (OUT_TILES // 2 if form == "gated" else OUT_TILES)
     num_weights, num_rows, slots = 2 if form == "gated" else 1, pairs.num_tokens * pairs.share, pairs.slots
     if pairs.with_shared:
-        num_rows, slots = num_rows + pairs.num_tokens, slots + -(-pairs.num_tokens // ROWS)
-    are_sorted = len(pairs.where) == 2
-    kernel = kernel_of(x.dtype, num_weights, bits < UNQUANTIZED, form, eps, grouping, are_sorted, pairs.with_shared)
+        num_rows, slots = num_rows + pairs.num_tokens, slots + -(-pairs.num_tokens // pairs.tile)
+    if pairs.tile > ROWS:
+        constants, per_block = row_tiles_kernel.CONSTANTS, row_tiles_kernel.OUTPUTS
+        shared_bytes = row_tiles_kernel.shared_bytes(bits)
+    else:
+        warps = 8 if x.shape[-1] >= 8 * (512 // bits) else 4
+        constants, per_block, shared_bytes = {"OutTiles": OUT_TILES, "Ahead": 2, "Warps": warps}, OUTPUTS * OUT_TILES, 0
+    per_block //= num_weights
+    are_sorted, are_quantized = len(pairs.where) == 2, bits < UNQUANTIZED
+    kernel = kernel_of(
+        x.dtype, num_weights, are_quantized, form, eps, grouping, are_sorted, pairs.with_shared, shared_bytes
+    )
     (y,) = kernel(
         inputs=[x, *(array for layer in layers for array in _arrays(layer)), *others, *pairs.where],
         template=[
             ("T", x.dtype),
-            ("RowTiles", 1),
+            ("RowTiles", pairs.tile // ROWS),
             ("Bits", bits),
-            ("OutTiles", OUT_TILES),
-            ("Ahead", 2),
-            ("Warps", warps),
+            *constants.items(),
             ("Share", pairs.share),
         ],
-        grid=(32 * -(-num_outputs // per_block), warps * slots, 1),
-        threadgroup=(32, warps, 1),
+        grid=(32 * -(-num_outputs // per_block), constants["Warps"] * slots, 1),
+        threadgroup=(32, constants["Warps"], 1),
         output_shapes=[(num_rows, num_outputs)],
         output_dtypes=[x.dtype],
     )

@@ -8,7 +8,8 @@ are normalized by the library). It also multiplies the same rows by several
 weights at once, normalizes rows of bfloat16 before, computes the gated half of an MLP, and adds a product to something.
 With 64 rows it takes the device twice as long as cuBLAS, and steps were slower. Weights of 4 and 8 bits are expanded
 to 16 in registers; the library's kernel for several rows takes the device two to seven times as long, except for the
-output layer. It can be removed when the library keeps cuBLAS's choices, or has such a kernel.
+output layer. From 33 to 128 rows they are multiplied by a kernel that shares the rows among its warps
+(row_tiles_kernel.py). It can be removed when the library keeps cuBLAS's choices, or has such a kernel.
 """
 
 from collections.abc import Sequence
@@ -18,9 +19,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models.activations import swiglu
 
+from engine.worker.patches import row_tiles_kernel
 from engine.worker.patches.few_rows_kernel import NAMES, Form, kernel_of
 
 MAX_ROWS = 32
+"""More rows are multiplied by the library, or by the kernel for many rows if weights are quantized."""
+MAX_QUANTIZED_ROWS = 128
 """More rows are multiplied by the library, with quantized weights expanded before (quantized_cuda.py)."""
 MANY_OUTPUTS = 65536
 """Weights of 16 bits with at least this many outputs are multiplied by the kernel for at most ROWS rows: reading them
@@ -84,7 +88,7 @@ class Weight(NamedTuple):
 
 def is_supported(x: mx.array, weight: Weight) -> bool:
     """Return whether the kernel computes x [..., in] times the weight; the library names sizes that do not match."""
-    size, most = x.shape[-1], MAX_ROWS
+    size, most = x.shape[-1], MAX_ROWS if weight.bits == UNQUANTIZED else MAX_QUANTIZED_ROWS
     if weight.num_outputs >= MANY_OUTPUTS and weight.bits == UNQUANTIZED:
         most = ROWS
     is_form = x.dtype in NAMES and weight.dtype == x.dtype and size == weight.num_inputs and size % COLUMNS == 0
@@ -168,19 +172,28 @@ def _multiply(
     """Return x [..., in] times each of the transposed weights [out, in], as `products`, `gated` or `added` say."""
     size = x.shape[-1]
     rows, num_outputs = x.size // size, [weight.num_outputs for weight in weights[: 1 if form == "gated" else None]]
-    bits = weights[0].bits
-    tiles = _tiles(sum(num_outputs) * (2 if form == "gated" else 1), rows, bits, form)
-    per_block = OUTPUTS * tiles["OutTiles"] // (2 if form == "gated" else 1)
+    bits, num_products = weights[0].bits, sum(num_outputs) * (2 if form == "gated" else 1)
     eps = None
     if norm is not None and is_normed_by_kernel(norm, x):
         eps, others = norm.eps, (*others, norm.weight)
     elif norm is not None:
         x = norm(x)
-    return kernel_of(x.dtype, len(weights), bits < UNQUANTIZED, form, eps)(
+    if rows > MAX_ROWS:
+        constants, row_tiles = row_tiles_kernel.CONSTANTS, row_tiles_kernel.ROW_TILES
+        per_block, shared_bytes = row_tiles_kernel.OUTPUTS, row_tiles_kernel.shared_bytes(bits)
+    else:
+        constants, row_tiles = _tiles(num_products, rows, bits, form), -(-rows // ROWS)
+        per_block, shared_bytes = OUTPUTS * constants["OutTiles"], 0
+    per_block //= 2 if form == "gated" else 1
+    return kernel_of(x.dtype, len(weights), bits < UNQUANTIZED, form, eps, many_rows_bytes=shared_bytes)(
         inputs=[x.reshape(rows, size), *(array for weight in weights for array in weight.arrays), *others],
-        template=[("T", x.dtype), ("RowTiles", -(-rows // ROWS)), ("Bits", bits), *tiles.items()],
-        grid=(32 * sum(-(-num // per_block) for num in num_outputs), tiles["Warps"], 1),
-        threadgroup=(32, tiles["Warps"], 1),
+        template=[("T", x.dtype), ("RowTiles", row_tiles), ("Bits", bits), *constants.items()],
+        grid=(
+            32 * sum(-(-num // per_block) for num in num_outputs),
+            constants["Warps"] * -(-rows // (ROWS * row_tiles)),
+            1,
+        ),
+        threadgroup=(32, constants["Warps"], 1),
         output_shapes=[(*x.shape[:-1], num) for num in num_outputs],
         output_dtypes=[x.dtype] * len(num_outputs),
     )

@@ -1,4 +1,4 @@
-"""The kernel for few rows on CUDA, in each of its forms.
+"""The kernel for few rows on CUDA, in each of its forms, and that for many (row_tiles_kernel.py).
 
 few_rows_cuda.py says which products it computes, and why; experts_cuda.py those with the weights of experts. The
 functions of its header are also called by the kernel that expands weights (quantized_cuda.py).
@@ -11,6 +11,7 @@ from typing import Literal
 import mlx.core as mx
 
 from engine.worker.cuda_kernel import CudaKernel, short
+from engine.worker.patches import row_tiles_kernel
 
 Form = Literal["plain", "gated", "added"]
 Grouping = Literal["none", "gather", "scatter"]
@@ -199,6 +200,13 @@ __device__ __forceinline__ uint4 expanded(const uint4& loaded, int e, unsigned s
     }
     return result;
 }
+// Return the weights of `expanded` in the order of the features.
+template <int Bits>
+__device__ __forceinline__ uint4 in_order(const uint4& eight) {
+    if constexpr (Bits != 4) return eight;
+    return {__byte_perm(eight.x, eight.y, 0x5410), __byte_perm(eight.z, eight.w, 0x5410),
+            __byte_perm(eight.x, eight.y, 0x7632), __byte_perm(eight.z, eight.w, 0x7632)};
+}
 // Return eight features in the order of `expanded`.
 template <int Bits>
 __device__ __forceinline__ uint4 ordered(const uint4& x) {
@@ -227,6 +235,7 @@ def kernel_of(
     grouping: Grouping = "none",
     is_sorted: bool = False,
     with_shared: bool = False,
+    many_rows_bytes: int = 0,
 ) -> CudaKernel:
     """Return the kernel; its first lines find the weight that a block multiplies by, `w`, and that of `up`.
 
@@ -239,6 +248,7 @@ def kernel_of(
         grouping: With experts a weight is [experts, out, in], and a block multiplies rows of one expert.
         is_sorted: Whether `order` and `tiles` say which pairs a block multiplies, or each has one of `experts`.
         with_shared: Whether further blocks multiply all tokens by the weights of an expert that all share.
+        many_rows_bytes: Shared memory of a block of the kernel for many rows; 0: the kernel is that for few rows.
     """
     names = ("w", "scales", "biases") if is_quantized else ("w",)
 
@@ -252,6 +262,7 @@ def kernel_of(
     lines = [
         f"constexpr bool {', '.join(f'{name} = {str(value).lower()}' for name, value in flags.items())};",
         f"constexpr float EPS = {eps or 0.0!r}f;",
+        f"constexpr int PerBlock = 8 * OutTiles{' * Warps / Split' if many_rows_bytes else ''};",
         f"int block = blockIdx.x, outputs = w0_shape[{axis}];",
         "const char *w, *up_w;",
         f"const int groups = {f'scales0_shape[{axis + 1}]' if is_quantized else 1};",
@@ -261,7 +272,7 @@ def kernel_of(
         "T* y = y0;",
     ]
     for i in range(1, num_results):
-        blocks = f"(w{i - 1}_shape[0] + 8 * OutTiles - 1) / (8 * OutTiles)"
+        blocks = f"(w{i - 1}_shape[0] + PerBlock - 1) / PerBlock"
         lines.append(f"if (y == y{i - 1} && block >= {blocks}) {{")
         lines += [
             f"block -= {blocks}; y = y{i}; outputs = w{i}_shape[0];",
@@ -278,20 +289,26 @@ def kernel_of(
     group = (
         "" if grouping == "none" else f"_{grouping}{'_sorted' if is_sorted else ''}{'_shared' if with_shared else ''}"
     )
+    kernel, functions, body = "few_rows", header(dtype), _SOURCE
+    if many_rows_bytes:
+        kernel, functions, body = "row_tiles", row_tiles_kernel.HEADER + functions, row_tiles_kernel.SOURCE
     return CudaKernel(
-        name=f"few_rows_{kind}_{num_weights}_{form}{'' if eps is None else '_normed'}{group}",
+        name=f"{kernel}_{kind}_{num_weights}_{form}{'' if eps is None else '_normed'}{group}",
         input_names=["x", *(f"{name}{i}" for i in range(num_weights) for name in names), *others],
         output_names=[f"y{i}" for i in range(num_results)],
-        header=header(dtype),
-        source=short("\n".join(lines) + _SOURCE),
+        header=functions,
+        source=short("\n".join(lines) + body),
+        shared_memory=many_rows_bytes,
     )
 
 
 def _rows_of_block(grouping: Grouping, is_sorted: bool, with_shared: bool, weight_names: Sequence[str]) -> list[str]:
     """Return the lines that say which rows a block multiplies, and move its weights to those of its expert."""
     if grouping == "none":
-        same = "[&](int row) { return row; };"
-        return ["const int rows = x_shape[0];", f"auto source = {same}", f"auto target = {same}"]
+        same = "[&](int row) { return begin + row; };"
+        begin = "const int begin = blockIdx.y * (16 * RowTiles), left = x_shape[0] - begin;"
+        rows = "const int rows = left < 16 * RowTiles ? left : 16 * RowTiles;"
+        return [begin, rows, f"auto source = {same}", f"auto target = {same}"]
     pairs, slots = ("order_shape[0]", "tiles_shape[0]") if is_sorted else ("experts_shape[0]", "experts_shape[0]")
     lines = [f"const int slot = blockIdx.y, pairs = {pairs};", "int expert = 0, begin = slot, rows = 1;"]
     lines.append(f"const bool is_chosen = slot < {slots};")
@@ -305,7 +322,8 @@ def _rows_of_block(grouping: Grouping, is_sorted: bool, with_shared: bool, weigh
         tokens = "x_shape[0]" if grouping == "gather" else "x_shape[0] - pairs"
         lines += [
             "if (!is_chosen) {",
-            f"begin = (slot - {slots}) * 16; rows = {tokens} - begin < 16 ? {tokens} - begin : 16;",
+            f"begin = (slot - {slots}) * (16 * RowTiles);",
+            f"rows = {tokens} - begin < 16 * RowTiles ? {tokens} - begin : 16 * RowTiles;",
             *(f"{name} = (decltype({name})){name}_shared;" for name in weight_names),
             *(
                 f"up_{name} = (decltype({name})){name}_{'up' if grouping == 'gather' else 'shared'};"

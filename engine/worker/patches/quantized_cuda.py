@@ -5,8 +5,9 @@ multiplied by itself, which reads the weights once per row. On an H200 a product
 0.035, 0.11, 0.16, 0.31 and 1.2 ms for 1, 4, 8, 16 and 64 rows [B, 1, 2560], and 0.038 ms for 8 rows [1, 8, 2560], where
 a kernel for tensor cores begins. That kernel is slower than expanding the weights: by a kernel of Orchard from 33 rows
 on (a step of 64 rows takes 21.3 ms, and 14.4 with expanded weights), by the library's from some hundred on (2048 rows:
-1.35 and 0.38 ms). It can be removed when the library flattens its input itself, and has a kernel whose results for a
-row do not depend on the rows beside it (see few_rows_cuda).
+1.35 and 0.38 ms). Up to 128 rows are multiplied without either (few_rows_cuda.py). It can be removed when the library
+flattens its input itself, and has a kernel whose results for a row do not depend on the rows beside it (see
+few_rows_cuda).
 """
 
 from functools import cache
@@ -53,7 +54,7 @@ def product(module: Any, x: mx.array) -> mx.array:
     """Return x [..., in] times the module's quantized weights: [..., out], without its bias."""
     rows = x.size // x.shape[-1]
     flat = x.reshape(rows, x.shape[-1])
-    if rows >= MANY_ROWS or (rows > few_rows_cuda.MAX_ROWS and _is_cheap_to_expand(module, x.dtype)):
+    if rows >= MANY_ROWS or (rows > few_rows_cuda.MAX_QUANTIZED_ROWS and _is_cheap_to_expand(module, x.dtype)):
         y = flat @ expanded(module, x.dtype).T
     else:
         padded = mx.pad(flat, [(0, TILE - rows), (0, 0)]) if rows < TILE else flat

@@ -4,6 +4,7 @@ import gc
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -12,6 +13,7 @@ from engine.config import EngineConfig
 from engine.core.memory.costs import MemoryCosts
 from engine.worker import cost_cache, memory_costs, model_runner
 from engine.worker.cost_cache import costs_key, load_or_measure
+from engine.worker.memory_costs import MARGIN
 
 COSTS = MemoryCosts(base_bytes=1000, token_bytes=7, slot_step_bytes=0.1, token_step_bytes=93327.91041666667)
 
@@ -110,3 +112,17 @@ def test_a_second_start_of_a_model_reuses_the_measured_costs(
     first, second = (asdict(runner.costs) for runner in runners)
     assert {**first, "base_bytes": 0} == {**second, "base_bytes": 0}
     assert second["base_bytes"] >= first["base_bytes"], "the first runner's weights are still there"
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_row_on_a_gpu_takes_the_bytes_of_its_next_states_in_a_step(
+    tiny_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+):
+    """Steps of two rows, as they are measured, are done before the host has allocated the states of all layers."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(memory_costs, "_decoding", lambda runner, drafts: 0)
+    monkeypatch.setattr(memory_costs, "loader", SimpleNamespace(on_gpu=lambda: on_gpu))
+    costs = model_runner.load_runner(EngineConfig(model=str(tiny_model())), lambda progress: None).costs
+    assert costs.state_bytes > 0
+    expected = MARGIN * costs.state_bytes if on_gpu else 0
+    assert costs.row_step_bytes == pytest.approx(expected, abs=1)

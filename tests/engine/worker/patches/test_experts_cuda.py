@@ -36,6 +36,15 @@ def test_the_kernels_sources_choose_experts_and_compute_and_weigh_their_results(
     assert experts_error(*case) < 2e-2
 
 
+MANY = [(40, 5, (64, 96), {"group_size": 32, "bits": 4}), (40, 6, (352, 96), {"group_size": 32, "bits": 8})]
+
+
+@pytest.mark.parametrize("case", some_at_night(MANY, MANY[:1], "the gate runs the kernel with weights of 4 bits"))
+def test_experts_of_many_tokens_are_multiplied_by_blocks_of_as_many_rows(cuda_on_cpu, monkeypatch, case):
+    monkeypatch.setattr(experts_cuda, "MANY_PAIRS", 8)
+    assert experts_error(*case) < 2e-2
+
+
 def test_pairs_are_grouped_by_their_experts(cuda_on_cpu):
     chosen = mx.array([3, 0, 3, 3, 1, 3, 3, 0], mx.int32)
     order, tiles = (np.array(found) for found in experts_cuda._grouped(chosen, 5, 4, 7))

@@ -33,11 +33,24 @@ from tests.support.night import some_at_night
     ],
 )
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_up_to_32_rows_are_taken(shape, num_outputs, taken, dtype):
+def test_up_to_32_rows_of_16_bits_are_taken(shape, num_outputs, taken, dtype):
     assert (
         few_rows_cuda.is_supported(mx.zeros(shape, dtype), Weight((mx.zeros((num_outputs, shape[-1]), dtype),)))
         is taken
     )
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_up_to_128_rows_of_quantized_weights_are_taken(bits):
+    layer = nn.Linear(64, 48, bias=False).to_quantized(32, bits)
+    layer.set_dtype(mx.bfloat16)
+    weight = Weight.of(layer)
+    assert weight is not None
+    assert [few_rows_cuda.is_supported(mx.zeros((rows, 1, 64), mx.bfloat16), weight) for rows in (33, 128, 129)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +105,9 @@ CASES = [
     (16, 608, {}, "wide"),
     (16, 608, {}, "narrow"),
     (3, 96, {}, "output layer"),
+    (40, 544, {"group_size": 32, "bits": 4}, "narrow"),
+    (70, 352, {"group_size": 32, "bits": 8}, "narrow"),
+    (33, 1152, {"group_size": 128, "bits": 4}, "narrow"),
 ]
 """Rows, features, quantization, and the kind of weights whose tiles the kernel has."""
 
@@ -99,7 +115,9 @@ CASES = [
 @pytest.mark.parametrize(
     "case",
     some_at_night(
-        CASES, CASES[:2], "the gate runs the kernel with weights of 4 and 16 bits, with one and two row tiles"
+        CASES,
+        [*CASES[:2], CASES[-3]],
+        "the gate runs the kernel with weights of 4 and 16 bits, with one, two and four row tiles",
     ),
 )
 def test_the_kernel_s_source_computes_products_of_all_forms(on_cpu, monkeypatch, case):
@@ -133,7 +151,7 @@ def test_a_quantized_weight_is_expanded_by_the_kernel_s_source(on_cpu, quantizat
     scales, biases = layer.scales.astype(mx.float32), layer["biases"].astype(mx.float32)
     exact = mx.dequantize(layer.weight, scales, biases, **quantization)
     assert mx.allclose(expanded, exact, rtol=0, atol=float(mx.abs(exact).max()) / 128)
-    x = mx.random.normal((few_rows_cuda.MAX_ROWS + 1, 1, 192)).astype(mx.bfloat16)
+    x = mx.random.normal((few_rows_cuda.MAX_QUANTIZED_ROWS + 1, 1, 192)).astype(mx.bfloat16)
     assert mx.array_equal(quantized_cuda.linear(layer, x), x @ quantized_cuda.expanded(layer, mx.bfloat16).T)
 
 
@@ -146,7 +164,7 @@ def test_weights_of_an_output_layer_and_other_forms_are_expanded_for_many_rows_a
         quantized_cuda.product(module, mx.zeros((rows, 64), mx.bfloat16))
         return bool(found)
 
-    few, many = few_rows_cuda.MAX_ROWS + 1, quantized_cuda.MANY_ROWS
+    few, many = few_rows_cuda.MAX_QUANTIZED_ROWS + 1, quantized_cuda.MANY_ROWS
     layer = nn.Linear(64, 40, bias=False)
     layer.set_dtype(mx.bfloat16)
     affine, other = layer.to_quantized(64, 4), layer.to_quantized(32, 4, "mxfp4")
