@@ -16,6 +16,9 @@ LayerKind = Literal["full", "window"]
 ImagesFirst = Literal["behind bos", "before bos"]
 """Where the images of a prompt stand, see `VisionFamily.images_first`."""
 
+HALF = {"image_mean": (0.5,) * 3, "image_std": (0.5,) * 3}
+"""Mean and deviation of pixels, as many processors have them."""
+
 
 @dataclass(frozen=True)
 class VisionFamily:
@@ -167,3 +170,8 @@ def image_token_id(config: Mapping[str, Any]) -> int | None:
     """Return the id of the image token, None for a text model."""
     token_id = config.get("image_token_id")
     return config.get("image_token_index") if token_id is None else token_id
+
+
+def processors_named(*stems: str) -> frozenset[str]:
+    """Return the class names of image processors, with those of their backends."""
+    return frozenset(f"{stem}ImageProcessor{backend}" for stem in stems for backend in ("", "Fast", "Pil"))

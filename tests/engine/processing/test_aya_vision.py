@@ -16,8 +16,8 @@ from engine.processing.checkpoint import images_unsupported_reason, media_kinds,
 from engine.processing.family_grids import GRIDS
 from engine.processing.image_grid import ImageGrid
 from engine.processing.images import ImagePreprocessor
+from engine.processing.tiled_families import AYA_VISION as FAMILY
 from engine.processing.tokenizer import ChatTokenizer
-from engine.processing.vision_families import AYA_VISION as FAMILY
 from tests.support.aya_family import AYA_VISION, PROCESSOR
 from tests.support.sighted_family import IDS
 from tests.support.vision_zoo import image, write_files
