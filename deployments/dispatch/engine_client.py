@@ -171,7 +171,9 @@ class EngineClient:
             request.request_id, lambda attempt: self._attempt(request, route, attempt, may_resume)
         )
 
-    async def compute(self, texts: Sequence[ChatRequest], num_parallel: int) -> TextResults:
+    async def compute(
+        self, texts: Sequence[ChatRequest], num_parallel: int, max_open: int | None = None
+    ) -> TextResults:
         """Compute the embeddings or scores of a group of texts, all on one engine.
 
         If it is lost or refuses a text, those left are computed on another one.
@@ -179,11 +181,12 @@ class EngineClient:
         Args:
             texts: The texts.
             num_parallel: Texts that the engine takes at once while it is busy.
+            max_open: Most texts that it takes at once while it is idle; None: any number.
 
         Raises InvalidRequest, which names the text, Overloaded, Unavailable, EngineFailed, Cancelled.
         """
-        group = TextGroup(texts)
-        await self._retried(texts[0].request_id, lambda attempt: self._attempt_group(group, num_parallel, attempt))
+        group, limits = TextGroup(texts), (num_parallel, max_open)
+        await self._retried(texts[0].request_id, lambda attempt: self._attempt_group(group, limits, attempt))
         return group.results
 
     async def _retried(self, request_id: str, make: Callable[[PlacementAttempt], Awaitable[T]]) -> T:
@@ -313,8 +316,8 @@ class EngineClient:
         move = partial(self._move, _kept(request, route), route, plan) if may_resume else None
         return EngineStream(plan, part, move, lambda replica_id: self.nodes.note(replica_id, LOSS_S))
 
-    async def _attempt_group(self, group: TextGroup, num_parallel: int, attempt: PlacementAttempt) -> None:
-        """Compute the texts of a group that are left on one engine."""
+    async def _attempt_group(self, group: TextGroup, limits: tuple[int, int | None], attempt: PlacementAttempt) -> None:
+        """Compute the texts of a group that are left on one engine. limits: num_parallel, max_open, see `compute`."""
         timeline, texts = current(), group.left
         engine = await self._choose(texts[0], Route.TEXT, attempt)
         planner = self._planners[Route.TEXT].options(method_name="plan_group")
@@ -325,7 +328,7 @@ class EngineClient:
         attempt.stage = "engine"
         sent = [replace(one, spent_s=timeline.spent_s) for one in requests]
         with ExitStack() as resources:
-            messages: Any = self._groups.options(session_id=pin_to(engine.node_id, 0.0)).remote(sent, num_parallel)
+            messages: Any = self._groups.options(session_id=pin_to(engine.node_id, 0.0)).remote(sent, *limits)
             resources.callback(cancel_call, messages)
             reader = ChunkReader[GroupEnds](messages, self._silence_limit_s)
             resources.callback(reader.close)
