@@ -15,10 +15,11 @@ from tests.support.pooled_plans import planned
 CHAT = {"model": "model", "messages": [{"role": "user", "content": "Hi"}]}
 
 
-def test_an_encoder_embeds_through_http_scores_by_the_cosine_and_generates_no_text(tmp_path):
-    path = make_encoder(tmp_path / "model", "modernbert", "mean_tokens")
+@pytest.mark.parametrize("family", ["modernbert", "camembert", "nomic_bert"])
+def test_an_encoder_embeds_through_http_scores_by_the_cosine_and_generates_no_text(tmp_path, family):
+    path = make_encoder(tmp_path / "model", family, "mean_tokens")
     reference = Reference(path)
-    expected = np.array([reference.states(tokenizer("modernbert").encode(text).ids).mean(axis=0) for text in TEXTS])
+    expected = np.array([reference.states(tokenizer(family).encode(text).ids).mean(axis=0) for text in TEXTS])
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
 
     async def go(client: httpx.AsyncClient) -> None:
@@ -35,14 +36,15 @@ def test_an_encoder_embeds_through_http_scores_by_the_cosine_and_generates_no_te
             answer = await client.post(route, json={**CHAT, **more})
             assert answer.status_code == 400 and "embedding model and generates no text" in answer.text
 
-    serving(path, "encoder", go)
+    serving(path, f"encoder-{family}", go)
 
 
-def test_a_cross_encoder_reranks_through_http_by_the_probability_of_its_only_class(tmp_path):
-    path = make_cross_encoder(tmp_path / "model", "bert")
+@pytest.mark.parametrize("family", ["bert", "roberta", "nomic_bert"])
+def test_a_cross_encoder_reranks_through_http_by_the_probability_of_its_only_class(tmp_path, family):
+    path = make_cross_encoder(tmp_path / "model", family)
     reference = Reference(path)
-    pairs = [tokenizer("bert").encode(TEXTS[0], document) for document in TEXTS[1:]]
-    logits = [reference.score(pair.ids, pair.type_ids.index(1)) for pair in pairs]
+    pairs = [tokenizer(family).encode(TEXTS[0], document) for document in TEXTS[1:]]
+    logits = [reference.score(pair.ids, pair.type_ids.index(1) if 1 in pair.type_ids else None) for pair in pairs]
 
     async def go(client: httpx.AsyncClient) -> None:
         body = {"model": "model", "query": TEXTS[0], "documents": list(TEXTS[1:])}
@@ -58,7 +60,7 @@ def test_a_cross_encoder_reranks_through_http_by_the_probability_of_its_only_cla
             answer = await client.post(route, json={"model": "model", **more})
             assert answer.status_code == 400 and "reranker" in answer.text
 
-    serving(path, "cross-encoder", go)
+    serving(path, f"cross-encoder-{family}", go)
 
 
 def test_the_planner_lowercases_where_the_checkpoint_says_so_and_has_the_models_own_limits(tmp_path):
