@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.processing.checkpoint import read_optional_json
-from engine.processing.nomic_bert import nomic_refusal, num_positions
+from engine.processing.nomic_bert import names_known_code, nomic_refusal, num_positions
 
 NOMIC = "nomic_bert"
 ROBERTAS = ("camembert", "roberta", "xlm-roberta")
@@ -31,6 +31,19 @@ def is_encoder(config: dict[str, Any]) -> bool:
 def is_encoder_checkpoint(model_dir: Path) -> bool:
     """Return whether the checkpoint in a directory is served as an encoder. Raises EngineFailed for a broken file."""
     return is_encoder(read_optional_json(model_dir / "config.json"))
+
+
+def known_code(model_dir: Path) -> dict[str, Any]:
+    """Return the keys that name code which the engine computes without running it, for `refuse_code`.
+
+    The checkpoint of such an encoder is opened by the engine alone, and its tokenizer by its class.
+
+    Raises:
+        EngineFailed: config.json is broken.
+    """
+    config = read_optional_json(model_dir / "config.json")
+    auto_map = config.get("auto_map")
+    return {"auto_map": auto_map} if config.get("model_type") == NOMIC and names_known_code(auto_map) else {}
 
 
 def has_classes(config: dict[str, Any]) -> bool:

@@ -37,6 +37,16 @@ ONLY_WITH: dict[str, tuple[Any, Any]] = {
 }
 """Fields of the published code that change the arithmetic -> the value that is computed, and the code's default."""
 
+CODE = frozenset(
+    (
+        "configuration_hf_nomic_bert.NomicBertConfig",
+        "modeling_hf_nomic_bert.NomicBertForPreTraining",
+        "modeling_hf_nomic_bert.NomicBertForSequenceClassification",
+        "modeling_hf_nomic_bert.NomicBertModel",
+    )
+)
+"""The classes that published checkpoints name in `auto_map`, which transformers would run: those computed here."""
+
 DYNAMIC = "dynamic"
 """`rope_type` of the dynamic NTK scaling, which the published code calls `rotary_scaling_factor`."""
 
@@ -44,6 +54,11 @@ DYNAMIC = "dynamic"
 def is_published_form(config: dict[str, Any]) -> bool:
     """Return whether a config.json has the names of the published code, perhaps beside those of transformers."""
     return "n_embd" in config
+
+
+def names_known_code(auto_map: Any) -> bool:
+    """Return whether an `auto_map` names nothing but CODE, in the checkpoint or in another repository."""
+    return isinstance(auto_map, dict) and all(str(name).rpartition("--")[2] in CODE for name in auto_map.values())
 
 
 def native_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
 
+from deployments.planners.prompt_planner import PromptPlanner
+from engine.config import EngineConfig
 from engine.errors import EngineFailed
 from engine.worker import encoder_loader
 from tests.engine.worker.test_encoders import DYNAMIC, cold, config_of, tokens
@@ -61,12 +63,16 @@ def test_nomic_berts_with_another_arithmetic_are_refused_by_name(tmp_path, chang
         encoder_loader.open_encoder(config_of(path))
 
 
+def publish_config(path: Path, **changes: Any) -> None:
+    """Rewrite config.json with the names of the published code."""
+    fields = {"model_type": "nomic_bert", "architectures": ["NomicBertModel"], **PUBLISHED_NOMIC, **changes}
+    fields = {name: value for name, value in fields.items() if value != "left out"}
+    (path / "config.json").write_text(json.dumps(fields))
+
+
 def publish(path: Path, **changes: Any) -> Path:
     """Rewrite a NomicBERT with the names of the published code."""
-    fields = {"model_type": "nomic_bert", "architectures": ["NomicBertModel"], **PUBLISHED_NOMIC, **changes}
-    (path / "config.json").write_text(
-        json.dumps({name: value for name, value in fields.items() if value != "left out"})
-    )
+    publish_config(path, **changes)
     weights: Any = mx.load(str(path / "model.safetensors"))
     names = {
         "embeddings.LayerNorm": "emb_ln",
@@ -125,3 +131,32 @@ def test_a_nomic_bert_is_refused_beyond_its_training_without_a_rope_that_grows(t
     with pytest.raises(EngineFailed, match=rf"max_context_tokens is {4 * POSITIONS}; the model's limit is {POSITIONS}"):
         cold(path, max_context_tokens=4 * POSITIONS)
     assert cold(make_encoder(tmp_path / "long", "nomic_bert", **DYNAMIC)).max_context_tokens == 120
+
+
+@pytest.mark.parametrize("repository", ["", "nomic-ai/nomic-bert-2048--"])
+def test_the_code_that_published_checkpoints_name_is_computed_without_running_it(tmp_path, repository):
+    names = {
+        "AutoConfig": "configuration_hf_nomic_bert.NomicBertConfig",
+        "AutoModel": "modeling_hf_nomic_bert.NomicBertModel",
+        "AutoModelForMaskedLM": "modeling_hf_nomic_bert.NomicBertForPreTraining",
+    }
+    auto_map = {kind: repository + name for kind, name in names.items()}
+    path = publish(make_encoder(tmp_path / "model", "nomic_bert"), auto_map=auto_map)
+    (path / "modeling_hf_nomic_bert.py").write_text("raise AssertionError")
+    encoder_loader.open_encoder(config_of(path))
+    PromptPlanner(EngineConfig(model=str(path)))
+    for changed in (auto_map | {"AutoModel": repository + "modeling_evil.NomicBertModel"}, ["evil.py"]):
+        publish_config(path, auto_map=changed)
+        for opening in (lambda: encoder_loader.open_encoder(config_of(path)), lambda: PromptPlanner(config_of(path))):
+            with pytest.raises(EngineFailed, match="'auto_map' names Python code"):
+                opening()
+    publish_config(path, auto_map=auto_map)
+    (path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": "tokenization.Evil"}}')
+    with pytest.raises(EngineFailed, match=r"tokenizer_config\.json: 'auto_map' names Python code"):
+        encoder_loader.open_encoder(config_of(path))
+
+
+def test_another_family_may_not_name_that_code(tmp_path):
+    auto_map = {"AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel"}
+    with pytest.raises(EngineFailed, match="'auto_map' names Python code"):
+        encoder_loader.open_encoder(config_of(make_encoder(tmp_path / "model", "bert", auto_map=auto_map)))
