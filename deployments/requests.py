@@ -162,8 +162,6 @@ class ChatRequest:
     """A prompt that bypasses the chat template, as text or token ids."""
     prompt_field: str = "prompt"
     """The client's field of raw_prompt, for errors."""
-    is_embedding: bool = False
-    """Whether to compute the embedding of raw_prompt instead of generating tokens."""
     prompt_name: str | None = None
     """Name of the checkpoint's prompt to put in front of an embedding's input; None: the checkpoint's default."""
     scored_query: str | None = None

@@ -400,6 +400,7 @@ class AsyncEngine:
     def _make_core(self) -> EngineCore:
         runner, disk = self._make_runner(self.config, self._set_progress), self.config.prefix_cache.disk
         try:
+            self._check_caching(runner)
             files = SnapshotFiles(disk, runner.fingerprint) if disk is not None else None
             if files is not None and self._sharing is not None:
                 port = self.config.prefix_cache.fetch_port
@@ -411,6 +412,16 @@ class AsyncEngine:
                 self._exchange.close()
             runner.close()
             raise
+
+    def _check_caching(self, runner: ModelRunner) -> None:
+        """Raise EngineFailed for options of the prefix cache that a model without one could only ignore."""
+        cache = self.config.prefix_cache
+        asked = [name for name, is_asked in (("disk", cache.disk is not None), ("pinned", cache.pinned)) if is_asked]
+        if runner.whole_prompts is not None and asked:
+            names = " and ".join(f"prefix_cache.{name}" for name in asked)
+            raise EngineFailed(
+                f"{names} cannot be used with {self.config.model}: {runner.whole_prompts}, so none is cached; remove it"
+            )
 
     def _set_progress(self, progress: float) -> None:
         if self._load_progress == 1.0 and progress < 1.0:

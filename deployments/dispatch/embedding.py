@@ -57,6 +57,5 @@ def _requests(request: EmbedRequest) -> Iterator[ChatRequest]:
             client=request.client,
             raw_prompt=prompt,
             prompt_field=field,
-            is_embedding=True,
             prompt_name=request.prompt_name,
         )

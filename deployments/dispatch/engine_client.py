@@ -15,6 +15,7 @@ another engine, see engine_stream.py.
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
@@ -144,6 +145,7 @@ class EngineClient:
             stream=True, _by_reference=False, method_name="generate", response_serialization="pickle"
         )
         self._groups = self._engine.options(method_name="generate_group")
+        self._groups_at = Counter[str]()  # groups under way, by the node of their engine
         self._planners = {route: planner.options(method_name="plan") for route, planner in planners.items()}
         self._questions = engine
         self._placer = Placer(engine)
@@ -318,8 +320,29 @@ class EngineClient:
 
     async def _attempt_group(self, group: TextGroup, limits: tuple[int, int | None], attempt: PlacementAttempt) -> None:
         """Compute the texts of a group that are left on one engine. limits: num_parallel, max_open, see `compute`."""
-        timeline, texts = current(), group.left
+        texts = group.left
+        attempt.tried += tuple(self._groups_at)  # engines with other groups are chosen last
         engine = await self._choose(texts[0], Route.TEXT, attempt)
+        with ExitStack() as resources:
+            self._groups_at[engine.node_id] += 1
+            resources.callback(self._group_ended, engine.node_id)
+            await self._compute_group(group, texts, limits, engine, attempt)
+        self.nodes.forget(engine.replica_id)
+
+    def _group_ended(self, node_id: str) -> None:
+        self._groups_at[node_id] -= 1
+        self._groups_at += Counter()  # without those that have none
+
+    async def _compute_group(
+        self,
+        group: TextGroup,
+        texts: Sequence[ChatRequest],
+        limits: tuple[int, int | None],
+        engine: RunningNode,
+        attempt: PlacementAttempt,
+    ) -> None:
+        """Plan texts, and compute them on the engine until the group is complete."""
+        timeline = current()
         planner = self._planners[Route.TEXT].options(method_name="plan_group")
         requests = group.planned(await self._planned(planner, attempt, texts))
         self._check_checkpoint(requests[0])
@@ -337,12 +360,12 @@ class EngineClient:
                 timeline.lap(ENGINE)
                 if message is None:
                     raise EngineFailed("The engine ended the requests before their last result.")
-                for chunk in group.take(message):
-                    if chunk.timeline is not None:
-                        timeline.add_row(chunk.timeline)
+                for _, end in message.ends:
+                    if isinstance(end, TokenChunk) and end.timeline is not None:
+                        timeline.add_row(end.timeline)
+                group.take(message)
                 timeline.first_token_s = timeline.seconds
             await reader.read_end(texts[0].request_id)
-        self.nodes.forget(engine.replica_id)
 
     async def _open(self, engine: RunningNode, request: EngineRequest) -> AnswerPart:
         """Dispatch a request to an engine, and return at its first chunk, which is no failure."""

@@ -122,7 +122,6 @@ def _request(request: ScoreRequest, index: int, field: str, **what: Any) -> Chat
         priority=request.priority,
         client=request.client,
         prompt_field=field,
-        is_embedding=True,
         **what,
     )
 

@@ -9,17 +9,17 @@ from deployments.planners.prompt_planner import num_raw_bytes_of
 from deployments.requests import ChatRequest
 from engine import retry_after
 from engine.errors import EngineFailed, OrchardError, Unavailable
-from engine.protocol import EngineRequest, FinishReason, GroupEnds, TokenChunk
+from engine.protocol import EngineRequest, FinishReason, GroupEnds
 
 MAX_TEXTS = 32
 """Most texts of a group: those that an engine computes in one forward."""
 
-MAX_BYTES = 8192
-"""Most bytes of a group's texts, about the tokens of one step, unless a single text has more. The texts of a group are
-in one message, and go to one engine."""
+MAX_CHARACTERS = 8192
+"""Most characters of a group's texts, unless a single text has more. The texts of a group are in one message, and go to
+one engine."""
 
 MIN_GROUPS = 2
-"""Groups that are under way even for a single engine: it computes one while the next one is planned."""
+"""Groups that are under way for each engine: it computes one while the next one is planned."""
 
 TextResults = list[tuple[bytes, int]]
 """An embedding (little-endian float32 [hidden]) or a score ([1]), and the number of prompt tokens, of each text."""
@@ -50,7 +50,7 @@ async def each(
     Raises:
         OrchardError: The first error of `compute` or `convert`; the other groups are cancelled.
     """
-    num_wanted = min(num_parallel, max(MIN_GROUPS, num_engines))
+    num_wanted = min(num_parallel, MIN_GROUPS * max(1, num_engines))
     num_shares = max(1, min(num_wanted, num_engines))
     groups = list(_groups(texts, min(MAX_TEXTS, -(-len(texts) // num_shares))))
     num_workers = min(num_wanted, len(groups))
@@ -75,14 +75,14 @@ async def each(
 
 def _groups(texts: Sequence[ChatRequest], max_texts: int) -> Iterator[Sequence[ChatRequest]]:
     """Divide texts into groups of consecutive ones."""
-    group, num_bytes = list[ChatRequest](), 0
+    group, num_characters = list[ChatRequest](), 0
     for text in texts:
         num_more = num_raw_bytes_of(text.raw_prompt) + num_raw_bytes_of(text.scored_query)
-        if group and (len(group) == max_texts or num_bytes + num_more > MAX_BYTES):
+        if group and (len(group) == max_texts or num_characters + num_more > MAX_CHARACTERS):
             yield group
-            group, num_bytes = [], 0
+            group, num_characters = [], 0
         group.append(text)
-        num_bytes += num_more
+        num_characters += num_more
     if group:
         yield group
 
@@ -128,27 +128,25 @@ class TextGroup:
         self._sent = dict(zip(indices, requests, strict=True))
         return requests
 
-    def take(self, message: GroupEnds) -> list[TokenChunk]:
-        """Take the ends of some of the requests that the engine has.
-
-        Returns:
-            Their last chunks.
+    def take(self, message: GroupEnds) -> None:
+        """Take the ends of some of the requests that the engine has; the results of the others if one has failed.
 
         Raises:
             OrchardError: One of them has failed; the error names its text. Unavailable if it may succeed elsewhere.
         """
-        sent, chunks = list(self._sent), list[TokenChunk]()
+        sent, failed = list(self._sent), list[tuple[int, OrchardError]]()
         for position, end in message.ends:
             index = sent[position]
+            if isinstance(end, OrchardError):
+                failed.append((index, end))
+            elif (error := failure_of(end, self._sent[index])) is not None:
+                failed.append((index, error))
+            elif end.finish_reason is FinishReason.MOVED:
+                failed.append((index, Unavailable("The engine is drained.", retry_after.REPLICA_LOST_S)))
+            elif end.embedding is None:
+                failed.append((index, EngineFailed("the engine ended the request without an embedding")))
+            else:
+                self._found[index] = end.embedding, len(self._sent[index].token_ids)
+        for index, error in failed:
             with naming_prompt(self._texts[index]):
-                if isinstance(end, OrchardError):
-                    raise end
-                if (error := failure_of(end, self._sent[index])) is not None:
-                    raise error
-                if end.finish_reason is FinishReason.MOVED:
-                    raise Unavailable("The engine is drained.", retry_after.REPLICA_LOST_S)
-                if end.embedding is None:
-                    raise EngineFailed("the engine ended the request without an embedding")
-            self._found[index] = end.embedding, len(self._sent[index].token_ids)
-            chunks.append(end)
-        return chunks
+                raise error

@@ -196,7 +196,7 @@ class PrefillScheduler:
         if wanted < left and step.has_started:  # the next step could compute these tokens in a larger chunk
             min_s = MIN_CHUNK_FIXED_COSTS * self._costs.chunk_s(1, prompt.num_prefilled)
             is_short = wanted < MIN_PREFILL_TOKENS or self._costs.chunk_s(wanted, prompt.num_prefilled) < min_s
-            if is_short or self._whole_prompts:
+            if is_short or (self._whole_prompts and self._undivided(prompt, wanted) > wanted):
                 step.close()
                 return 0
         self._budget.release_chunk()
@@ -257,9 +257,12 @@ class PrefillScheduler:
         self._costs.record_image(image.num_patches, num_blocks / image.depth, device_s)
 
     def _undivided(self, prompt: Prompt, num_tokens: int) -> int:
-        """Return the size of a chunk that divides no prompt, or no image, where the model forbids it."""
+        """Return the size of a chunk that divides no prompt, or no image, where the model forbids it.
+
+        Tokens of the answer that are computed again are no part of what must not be divided.
+        """
         if self._whole_prompts:
-            return prompt.num_left
+            return max(num_tokens, prompt.row.num_input_tokens - prompt.num_prefilled)
         if self._whole_image_token is None or not prompt.row.spec.images:
             return num_tokens
         return undivided(prompt, num_tokens, self._whole_image_token)

@@ -40,9 +40,9 @@ class RenderedPrompt:
     def __init__(self, text: str, token_ids: np.ndarray, control: ControlTokens, encode: Callable[[str], np.ndarray]):
         self.text = text
         self.token_ids = token_ids
-        self._pattern = control.every
+        self._pattern = control.added
         self._encode = encode
-        found = list(control.every.finditer(text))
+        found = list(control.added.finditer(text))
         wanted = [control.ids[match[0]] for match in found]
         indices = np.flatnonzero(np.isin(token_ids, list(set(wanted))))
         if wanted != token_ids[indices].tolist():

@@ -9,7 +9,7 @@ that join into a control token.
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -24,16 +24,19 @@ class ControlTokens:
     Args:
         tokenizer: The tokenizer.
         words: Pattern of added tokens that are words, which every text may spell; '' for none.
+        texts: Strings that stand for something in the chat template, as tokens or without being any: they are escaped
+            as well.
 
     Attributes:
         ids: String to id.
         special_ids: Ids of special tokens, which decoding drops.
-        every: Pattern of all strings.
-        special: Pattern of the strings of special tokens.
+        added: Pattern of the strings of all tokens.
+        every: Pattern of all strings that a text may not contain: those of all tokens, and `texts`.
+        special: Pattern of those that an assistant's text may not contain: those of special tokens, and `texts`.
         as_text: String to the ids of its spelling as plain text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, words: str = ""):
+    def __init__(self, tokenizer: Tokenizer, words: str = "", texts: Sequence[str] = ()):
         added = tokenizer.get_added_tokens_decoder()
         # Some tokenizers add runs of spaces or line breaks, which are no control tokens and occur in every text.
         tokens = {
@@ -43,17 +46,19 @@ class ControlTokens:
         }
         self.ids = {token.content: id_ for id_, token in tokens.items()}
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
-        self.every = any_of(self.ids)
-        self.special = any_of(token.content for token in tokens.values() if token.special)
+        escaped = dict.fromkeys([*self.ids, *texts])
+        self.added = any_of(self.ids)
+        self.every = any_of(escaped)
+        self.special = any_of([*(token.content for token in tokens.values() if token.special), *texts])
         plain = without_added_tokens(tokenizer)
-        self.as_text = {content: self._spell(plain, content) for content in self.ids}
+        self.as_text = {content: self._spell(plain, content) for content in escaped}
 
     def _spell(self, plain: Tokenizer, content: str) -> list[int]:
         def encode(text: str) -> list[int]:
             return plain.encode(text, add_special_tokens=False).ids
 
         spelled = encode_inside(encode, content)
-        if self.ids[content] not in spelled:
+        if self.ids.get(content) not in spelled:
             return spelled
         return [id_ for char in content for id_ in encode_inside(encode, char)]  # the vocabulary has it as a word
 

@@ -1,12 +1,28 @@
 """How the grid of each family's images is built."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from engine.processing import grid_settings
 from engine.processing.image_grid import ImageGrid
 from engine.processing.padded_anyres_grid import PaddedAnyresGrid
 from engine.processing.paligemma_grid import paligemma_grid
+from engine.processing.tile_grid import TileGrid
+
+
+def _aya_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> TileGrid:
+    """Return the grid of InternVL's processor for the projector. Raises ValueError if it takes no such tiles."""
+    grid = grid_settings.GRIDS["internvl"](settings, config)
+    assert isinstance(grid, TileGrid)
+    if (width := settings["size"].get("width", grid.side)) != grid.side:
+        raise ValueError(f"it makes images of {width} x {grid.side} pixels; supported are squares")
+    num_patches, factor = grid.side // grid.patch_size, int(config.get("downsample_factor", 2))
+    if factor < 1 or num_patches % factor:
+        raise ValueError(f"downsample_factor is {factor}; it must divide the {num_patches} patches of a tile's side")
+    if grid.max_tiles > grid_settings.MAX_CROPS:
+        raise ValueError(f"max_patches is {grid.max_tiles}; it must be at most {grid_settings.MAX_CROPS}")
+    return replace(grid, merge_size=factor)
 
 
 def _deepseek_vl2_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> PaddedAnyresGrid:
@@ -29,6 +45,7 @@ def _deepseek_vl2_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -
 
 GRIDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageGrid]] = {
     **grid_settings.GRIDS,
+    "aya_vision": _aya_grid,
     "deepseek_vl2": _deepseek_vl2_grid,
     "paligemma": paligemma_grid,
 }

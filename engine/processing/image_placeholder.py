@@ -197,3 +197,28 @@ def phi3_marks(strings: SpecialStrings, settings: Mapping[str, Any]) -> Iterator
     """Yield the token with which Phi-3-vision's tokenizer begins a text, unless it begins none."""
     if strings.config.get("add_bos_token") is not False:
         yield strings.named("bos_token", "<s>")
+
+
+def in_aya(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    """One run per tile behind its number, then one of the whole image, as Aya Vision has it.
+
+    The settings are those of processor_config.json.
+    """
+    begin, end, _ = aya_marks(strings, {})
+    tile, whole = strings.named("tile_token", "TILE"), strings.named("tile_global_token", "TILE_GLOBAL")
+    num_tiles = image.grid_thw[0]
+    names = [*(f"{tile}_{i}" for i in range(1, num_tiles)), whole]
+    text = begin + "".join(name + strings.image for name in names) + end
+    return ImagePlaceholder(text, (image.num_tokens // num_tiles,) * num_tiles)
+
+
+def aya_marker(strings: SpecialStrings) -> str:
+    """Return the string that Aya Vision's chat template writes for an image."""
+    return strings.named("image_token", "<image>")
+
+
+def aya_marks(strings: SpecialStrings, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the tokens around the tiles of Aya Vision, and the image token."""
+    yield strings.named("start_of_img_token", "<|START_OF_IMG|>")
+    yield strings.named("end_of_img_token", "<|END_OF_IMG|>")
+    yield strings.named("img_patch_token", "<|IMG_PATCH|>")

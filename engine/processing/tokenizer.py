@@ -78,11 +78,15 @@ class ChatTokenizer:
         self._tokenizer: Tokenizer = self._template.backend_tokenizer
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._control = ControlTokens(self._tokenizer, "" if family is None else family.plain_tokens)
         self._bound = TokenBound(self._tokenizer)
         self.token_bytes = TokenBytes(self._tokenizer)
         self.image_token_id: int | None = image_token_id(config)
         self._strings = strings = self._special_strings(model_dir, config)
+        self._control = ControlTokens(
+            self._tokenizer,
+            words="" if family is None else family.plain_tokens,
+            texts=[family.marker(strings)] if family is not None and family.marker_is_text and strings else [],
+        )
         self._placeholder = one_run if family is None else family.placeholder
         self._images_first = None if family is None else family.images_first
         self._media_markers = None if self._strings is None else self._find_markers(config, family, self._strings)
@@ -412,7 +416,7 @@ class ChatTokenizer:
         if family is None:
             return any_of([strings.image])
         marker = family.marker(strings)
-        if marker not in self._control.ids:
+        if marker not in self._control.ids and not family.marker_is_text:
             raise EngineFailed(f"the tokenizer has no token {marker!r}, which stands for an image in its chat template")
         has_videos = config.get("model_type") in family.videos
         return any_of([marker, video_marker(strings)] if has_videos else [marker])

@@ -6,9 +6,12 @@ from typing import Any
 
 from engine.processing import deepseek_ocr, plain_templates
 from engine.processing.image_placeholder import (
+    aya_marker,
+    aya_marks,
     crop_marks,
     gemma3_begin,
     gemma4_marks,
+    in_aya,
     in_crops,
     in_gemma3,
     in_gemma4,
@@ -170,6 +173,22 @@ INTERNVL_CHAT = VisionFamily(
         "resample": 3,
         "temporal_patch_size": 1,
     },
+)
+AYA_VISION = VisionFamily(
+    name="aya_vision",
+    model_types=frozenset(("aya_vision",)),
+    processors=_named("GotOcr2"),
+    placeholder=in_aya,
+    marker=aya_marker,
+    marker_is_text=True,
+    marks=aya_marks,
+    image_token="<|IMG_PATCH|>",
+    towers=frozenset(("siglip_vision_model",)),
+    config_values={
+        "vision_config.hidden_act": "gelu_pytorch_tanh",
+        "vision_feature_select_strategy": "full",  # the tower has no class token
+    },
+    defaults=INTERNVL.defaults,
 )
 LLAVA = VisionFamily(
     name="llava",
@@ -434,6 +453,7 @@ FAMILIES = (
     IDEFICS3,
     INTERNVL,
     INTERNVL_CHAT,
+    AYA_VISION,
     LLAVA,
     LLAVA_SIGLIP,
     PALIGEMMA,

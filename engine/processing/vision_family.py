@@ -31,6 +31,8 @@ class VisionFamily:
     """Returns the placeholder of an image."""
     marker: Callable[[SpecialStrings], str] = lambda strings: strings.image
     """Returns the string that the chat template writes for an image, which the placeholder replaces."""
+    marker_is_text: bool = False
+    """Whether the marker may be text of the chat template that is no token; no client's text can spell it then."""
     marks: Callable[[SpecialStrings, Mapping[str, Any]], Iterator[str]] | None = None
     """Returns the tokens around image tokens that the tokenizer must have, by the settings of the image processor;
     None: they are not checked."""

@@ -12,7 +12,7 @@ from engine.self_test.bench import PLAIN, Bench, changed
 from engine.self_test.core_run import answer_of
 from engine.self_test.outcome import Outcome, Status, graded
 from engine.self_test.token_checks import one_row, with_drafts
-from engine.worker.loader import device_kind
+from engine.worker.devices import device_kind
 
 
 @dataclass(frozen=True)

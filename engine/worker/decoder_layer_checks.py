@@ -11,7 +11,7 @@ from mlx_vlm.models.qwen3_5.config import TextConfig
 from mlx_vlm.models.qwen3_5_moe import config as moe_config
 from mlx_vlm.models.qwen3_5_moe import language as moe_language
 
-from engine.worker import loader
+from engine.worker import devices
 from engine.worker.kernel_figure import LIMIT, KernelFigure, error_of
 from engine.worker.kv_cache import BatchKVLayer, Cursor
 from engine.worker.recurrent_layer import BatchRecurrentLayer
@@ -62,12 +62,12 @@ def decoder_layers() -> KernelFigure:
         (steps, rows), (verified, verifying) = _in_steps(layer, x), _verified(layer, x)
         errors += [error_of(steps, expected), error_of(verified, expected)]
         errors += [error_of(got, of) for got, of in zip(verifying.state, rows.state, strict=True)]
-    return KernelFigure(max(errors), LIMIT, f"{loader.device_kind()} kernels")
+    return KernelFigure(max(errors), LIMIT, f"{devices.device_kind()} kernels")
 
 
 def same_bits() -> KernelFigure | str:
     """Compute tokens by layers of Qwen3.5, in bfloat16 and in 4 bits, in every way that steps do: the same bits."""
-    if loader.device_kind() != "cuda":
+    if devices.device_kind() != "cuda":
         return "Orchard's kernels of whole layers are for CUDA alone"
     different = 0
     quantized = layers_of(mx.bfloat16)

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 
-from engine.worker import loader, memory
+from engine.worker import devices, memory
 
 INNER = 512
 """Length of the sums of which `product_error` computes."""
@@ -20,7 +20,7 @@ def device_facts() -> dict[str, str]:
         "largest buffer": info.get("max_buffer_length"),
     }
     return {
-        "device": f"{mx.default_device()}, {loader.device_kind()}",
+        "device": f"{mx.default_device()}, {devices.device_kind()}",
         "chip": f"{info.get('device_name', 'unknown')}, {info.get('architecture', 'unknown')}",
         **{name: _gib(size) if isinstance(size, int) else "not on this device" for name, size in sizes.items()},
     }

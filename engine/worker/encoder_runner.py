@@ -29,7 +29,7 @@ from engine.process_lock import ProcessLock
 from engine.protocol import EngineRequest, SamplingParams
 from engine.start_phase import StartPhase
 from engine.user_cache import user_cache
-from engine.worker import blas, cost_cache, encoder_costs, encoder_loader, loader, memory
+from engine.worker import blas, cost_cache, devices, encoder_costs, encoder_loader, loader, memory
 from engine.worker.encoder_loader import NO_TEXT
 from engine.worker.encoder_model import EncoderModel, pooled
 
@@ -42,7 +42,7 @@ BURST_TOKENS = (7, 4)
 def load_runner(config: EngineConfig, progress: Callable[[float], None]) -> "EncoderRunner":
     """Load an encoder, see `runner_factory.make_runner`."""
     loader.use_device(config.device)
-    with starting(loader.device_kind(), config.share_device) as lock:
+    with starting(devices.device_kind(), config.share_device) as lock:
         runner = EncoderRunner(loader.load(config, progress, encoder_loader.open_encoder), lock)
         memory.set_limits(config)
         runner.warm_up(progress)

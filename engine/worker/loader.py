@@ -34,7 +34,7 @@ from engine.processing.tokenizer_match import why_different
 from engine.processing.vision_families import vision_family
 from engine.processing.weight_file import fingerprint, has_output_layer
 from engine.start_phase import StartPhase
-from engine.worker import cuda_kernel, mtp_loader
+from engine.worker import cuda_kernel, devices, mtp_loader
 from engine.worker.config_fields import check_fields
 from engine.worker.draft_model import draft_unsupported_reason
 from engine.worker.dropped_weights import check_dropped
@@ -309,13 +309,13 @@ def _facts(config: EngineConfig, opened: OpenedModel) -> tuple[str, ...]:
     family = vision_family(opened.config) if "image" in opened.media_kinds else None
     layers = [] if family is None else sorted(family.both_ways(opened.config))
     masks = [f"image tokens see each other in {' and '.join(layers)} layers"] if layers else []
-    return opened.dtype, *COMPUTED_BY, device_kind(), kv_bits, expanded, *opened.rope_facts, *masks
+    return opened.dtype, *COMPUTED_BY, devices.device_kind(), kv_bits, expanded, *opened.rope_facts, *masks
 
 
 def expand_weights(config: EngineConfig, module: nn.Module, dtype: str) -> Expansion:
     """Expand the quantized weights of a module as configured; see expanded_weights.expand."""
     available_bytes = HostMemory(0).available()
-    return expand(config.expand_quantized_weights, module, DTYPES[dtype], on_gpu(), available_bytes)
+    return expand(config.expand_quantized_weights, module, DTYPES[dtype], devices.on_gpu(), available_bytes)
 
 
 def _check_drafts(config: EngineConfig, module: Any, model_config: dict[str, Any]) -> None:
@@ -356,37 +356,20 @@ def use_device(device: str) -> None:
     Raises:
         EngineFailed: A GPU is configured and MLX finds none.
     """
-    if device == "gpu" and not has_gpu():
+    if device == "gpu" and not devices.has_gpu():
         raise EngineFailed("device: gpu is configured, but MLX finds no GPU here; use cpu or auto")
     if device == "cpu":
         mx.set_default_device(mx.cpu)
-    if on_gpu() and mx.cuda.is_available():
+    if devices.on_gpu() and mx.cuda.is_available():
         cuda_kernel.use_cache_folder()
     metal_on_cpu.install()
-
-
-def has_gpu() -> bool:
-    """Return whether MLX has a GPU."""
-    return mx.metal.is_available() or mx.cuda.is_available()
-
-
-def device_kind() -> str:
-    """Return which kernels compute: cpu, metal or cuda."""
-    if not on_gpu():
-        return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"
-
-
-def on_gpu() -> bool:
-    """Return whether MLX's default device is a GPU."""
-    return mx.default_device().type == mx.DeviceType.gpu
 
 
 def choose_dtype(dtype: str, model_config: dict[str, Any]) -> mx.Dtype | None:
     """Return the dtype to cast to; None to keep the checkpoint's, as for a quantized one on a GPU."""
     if dtype != "auto":
         return DTYPES[dtype]
-    if not on_gpu():
+    if not devices.on_gpu():
         return mx.float32
     quantized = "quantization" in model_config or "quantization_config" in model_config
     return None if quantized else mx.bfloat16

@@ -17,7 +17,7 @@ from engine.core.memory.costs import MemoryCosts
 from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts, ModelRunner
 from engine.protocol import MAX_TOP_LOGPROBS, EngineRequest, SamplingParams
-from engine.worker import loader
+from engine.worker import devices
 from engine.worker.drafting import most_draft_tokens
 from engine.worker.kv_cache import SLOTS_STEP
 from engine.worker.patches import attention_cpu
@@ -131,7 +131,7 @@ def buffer_slack() -> int:
     It reuses a free buffer that is less than two pages larger; on a GPU it also rounds sizes up to whole pages
     (mlx/backend/common/buffer_cache.h, mlx/backend/{cuda,metal}/allocator.cpp).
     """
-    return 3 * GPU_PAGE_BYTES if loader.on_gpu() else 2 * CPU_PAGE_BYTES
+    return 3 * GPU_PAGE_BYTES if devices.on_gpu() else 2 * CPU_PAGE_BYTES
 
 
 def _with_forwards(
@@ -152,7 +152,7 @@ def _with_forwards(
         runner.drop([one.id, two.id])
     ranked, shaped = (_asking(runner, costs, drafts, sampling) for sampling in (RANKED, SHAPED))
     row = max(both - alone, alone // 2, 0)
-    if loader.on_gpu():  # while it works, the host allocates the next states of all layers; few rows are done too soon
+    if devices.on_gpu():  # while it computes, the host allocates the next states of all layers; probes end before that
         row = max(row, costs.state_bytes)
     pair = max(late - first, 0) / (2 * n * n)
     token = max(wide - first - (min(2 * n, costs.max_queries) * 2 * n - n * n) * pair, first / 2, 0) / n

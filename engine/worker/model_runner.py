@@ -39,6 +39,7 @@ from engine.worker import (
     blas,
     cost_cache,
     cuda_kernel,
+    devices,
     loader,
     memory,
     memory_costs,
@@ -78,7 +79,7 @@ def load_runner(config: EngineConfig, progress: Callable[[float], None]) -> "MLX
         EngineFailed: The model cannot be loaded, or an engine in another process has the GPU.
     """
     loader.use_device(config.device)
-    with starting(loader.device_kind(), config.share_device) as lock:
+    with starting(devices.device_kind(), config.share_device) as lock:
         runner = MLXRunner(loader.load(config, progress), config, lock)
         memory.set_limits(config)
         runner.warm_up(progress)
@@ -109,13 +110,13 @@ class MLXRunner:
                 f"mtp_exact is on, but models of the family {family} have no exact verifier; use auto or off"
             )
         num_split = 0
-        if not loader.on_gpu() and blas.has_idle_core():
+        if not devices.on_gpu() and blas.has_idle_core():
             num_split = split_products.install(model.module.language_model, model.mtp_head, model.draft)
         sizes = self.vocab_size, self.num_embeddings = model.vocab_size, num_embeddings(model.config)
         self._head = drafting_head(model.draft, model.mtp_head, *sizes, self._language_model)
         self._vision, whole = self._make_vision(model, config), whole_prompts(model.config)
-        facts = image_token_id(model.config), bool(whole)
-        self._prefill = Prefill(self._language_model, self._head, self._vision, *facts)
+        image_token = image_token_id(model.config)
+        self._prefill = Prefill(self._language_model, self._head, self._vision, image_token, bool(whole))
         self._burst = BurstPrefill(self._language_model, self._head)
         paths = FastPaths.of(self._language_model, model.config["model_type"])
         compiled = use_compiled(config, paths)
@@ -170,7 +171,7 @@ class MLXRunner:
             )
             warm_up.run_like_an_answer(self, self._a_snapshot)
             warm_up.run_burst(self)
-            if loader.on_gpu():  # on a CPU it is far less than a chunk, and noise should not decide what is cached
+            if devices.on_gpu():  # on a CPU it is far less than a chunk, and noise should not decide what is cached
                 self.snapshot_s = warm_up.snapshot_s(self)
             self.chunk_times = warm_up.time_chunks(self)
             compiled(CHUNKS_SHARE)
@@ -188,7 +189,7 @@ class MLXRunner:
                     key,
                     lambda: self._measured_costs(a_snapshot, heads),
                 )
-        if loader.device_kind() == "cuda":
+        if devices.device_kind() == "cuda":
             self.capabilities["kernel_cache"] = next(iter(cuda_kernel.failures()), "yes")
         mx.clear_cache()
         progress(1.0)
@@ -198,10 +199,10 @@ class MLXRunner:
         cache = [*self._language_model.make_cache(), *head_cache]
         kv_formats = [format_of(layer) for layer in cache if appends(layer)]
         quantized = [kv_format for kv_format in kv_formats if kv_format is not None]
-        head = sum(map(appends, head_cache)), most_pending(self._head, self.drafts)
-        lm, drafts = self._language_model.lm, self.drafts
+        in_head, pending = sum(map(appends, head_cache)), most_pending(self._head, self.drafts)
+        lm, measured = self._language_model.lm, (self, a_snapshot, self._vision, self.drafts)
         expanded = quantized_cuda.most_expanded_bytes(lm)
-        costs = memory_costs.measure(self, a_snapshot, self._vision, drafts, num_heads, *head, quantized, expanded)
+        costs = memory_costs.measure(*measured, num_heads, in_head, pending, quantized, expanded)
         has_masks = "full" in self._prefill.both_ways or self.whole_prompts is not None
         return attention_costs.with_attention(costs, lm, a_snapshot, num_heads, kv_formats, has_masks)
 
@@ -440,7 +441,7 @@ def use_compiled(config: EngineConfig, paths: FastPaths) -> bool:
         EngineFailed: compile is on, but the model does not support it.
     """
     if config.compile == "auto":
-        return paths.compiled_step is None and mx.cuda.is_available() and loader.on_gpu()
+        return paths.compiled_step is None and mx.cuda.is_available() and devices.on_gpu()
     if config.compile == "on" and paths.compiled_step is not None:
         raise EngineFailed(f"compile is on, but {paths.compiled_step}; use auto or off")
     return config.compile == "on"

@@ -203,3 +203,10 @@ class OnevisionTower(LlavaNextTower):
     def __init__(self, module: Any):
         super().__init__(module)
         self._max_features = int(module.config.vision_aspect_ratio.removeprefix("anyres_max_"))
+
+
+class AyaVisionTower(LlavaTower):
+    """SigLIP on tiles; patches of a square share a token."""
+
+    def probe_grids(self) -> list[Grid]:
+        return tile_grids(self._vision.embeddings)

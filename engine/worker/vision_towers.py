@@ -233,6 +233,7 @@ class Mistral3Tower(PixtralTower):
 
 
 TOWERS: dict[str, type[VisionTower]] = {
+    "aya_vision": square_towers.AyaVisionTower,
     "deepseek_vl_v2": DeepseekVL2Tower,
     "deepseekocr": DeepseekOCRTower,
     "deepseekocr_2": DeepseekOCR2Tower,

@@ -73,11 +73,11 @@ class BatchWindowLayer(BatchLayer):
         if cursor.uniform_start is not None and cursor.extent <= window and not return_array:
             return None if num_new == 1 else "causal"
         num_slots = min(cursor.extent, ring_slots(self.window))
-        held = self._held(cursor.start + num_new - 1, num_slots)[:, None]
+        positions = self._positions_of_slots(cursor.start + num_new - 1, num_slots)[:, None]
         own = cursor.slots(num_new)[..., None]
-        return self._sees(held, own, window)[:, None]
+        return self._sees(positions, own, window)[:, None]
 
-    def _held(self, newest: mx.array, num_slots: int) -> mx.array:
+    def _positions_of_slots(self, newest: mx.array, num_slots: int) -> mx.array:
         """Return the positions that slots hold, int32 [B, num_slots]; those of empty slots are negative.
 
         Args:
@@ -91,7 +91,7 @@ class BatchWindowLayer(BatchLayer):
     def seen_slots(self, lengths: mx.array, extent: int) -> SeenSlots:
         num_slots = min(extent, self.keys.shape[2])
         newest = (lengths - 1)[:, None]
-        seen = self._sees(self._held(lengths - 1, num_slots), newest, self.window)[:, None, None]
+        seen = self._sees(self._positions_of_slots(lengths - 1, num_slots), newest, self.window)[:, None, None]
         return SeenSlots(self.keys[..., :num_slots, :], self.values[..., :num_slots, :], seen)
 
     def _sees(self, held: mx.array, own: mx.array, window: int) -> mx.array:

@@ -63,7 +63,7 @@ async def main() -> None:
     texts = [text_of(number) for number in range(given.texts)]
     config = EngineConfig(model=model, max_queue=given.texts, share_device=True)
     planner = await asyncio.to_thread(PromptPlanner, config)
-    asked = [ChatRequest(f"r-{i}", (), raw_prompt=text, is_embedding=True) for i, text in enumerate(texts)]
+    asked = [ChatRequest(f"r-{i}", (), raw_prompt=text) for i, text in enumerate(texts)]
     requests = await asyncio.to_thread(planned, planner, *asked)
 
     def change(served: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from engine.config import EngineConfig
 from engine.core.row import Row
 from engine.core.runner import Drafts
 from engine.protocol import EngineRequest, SamplingParams
-from engine.worker import loader
+from engine.worker import devices, loader
 from engine.worker.heads.dflash import DFlashHead
 from engine.worker.heads.eagle3 import Eagle3Head, eagle3_config
 from engine.worker.heads.qwen import QwenHead
@@ -144,7 +144,7 @@ def random_model(shape: dict[str, int], head_form: str = "mtp", bits: int = 16) 
     arch: Any = get_model_and_args(dict(config))[0]
     module = arch.Model(arch.ModelConfig.from_dict(dict(config)))
     head = random_head(head_form, shape, module.language_model)
-    dtype = mx.bfloat16 if loader.on_gpu() else mx.float32
+    dtype = mx.bfloat16 if devices.on_gpu() else mx.float32
     loader.cast(module, dtype)
     loader.cast(head, dtype)
     if bits < 16:
@@ -170,7 +170,7 @@ def random_model(shape: dict[str, int], head_form: str = "mtp", bits: int = 16) 
 
 def bandwidth() -> float:
     """Bytes per second that a large array is read with, the best of some tries."""
-    values = mx.ones((2**30 if loader.on_gpu() else 2**26,), mx.float32)
+    values = mx.ones((2**30 if devices.on_gpu() else 2**26,), mx.float32)
     mx.eval(values)
     best = float("inf")
     for _ in range(8):

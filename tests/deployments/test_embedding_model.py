@@ -22,7 +22,7 @@ from tests.support.tiny import Tiny, build
 
 
 def embedded(planner: PromptPlanner, text: Any, **fields: Any) -> list[int]:
-    request = ChatRequest("r", (), raw_prompt=text, is_embedding=True, **fields)
+    request = ChatRequest("r", (), raw_prompt=text, **fields)
     return planned(planner, request)[0].token_ids.tolist()
 
 

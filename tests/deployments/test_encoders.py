@@ -114,7 +114,7 @@ def test_the_planner_lowercases_where_the_checkpoint_says_so_and_has_the_models_
     path = make_encoder(tmp_path / "model", "modernbert")
 
     def embedded(text: str) -> list[int]:
-        request = ChatRequest("r", (), raw_prompt=text, is_embedding=True)
+        request = ChatRequest("r", (), raw_prompt=text)
         return planned(PromptPlanner(EngineConfig(model=str(path))), request)[0].token_ids.tolist()
 
     plain = embedded("Red Apples")
@@ -130,6 +130,6 @@ def test_the_planner_lowercases_where_the_checkpoint_says_so_and_has_the_models_
 def test_a_pair_beyond_the_models_own_limit_is_refused_with_both_numbers(tmp_path):
     path = make_cross_encoder(tmp_path / "model", "xlm-roberta")
     planner = PromptPlanner(EngineConfig(model=str(path)))
-    request = ChatRequest("r", (), raw_prompt="red " * 200, is_embedding=True, scored_query="apples")
+    request = ChatRequest("r", (), raw_prompt="red " * 200, scored_query="apples")
     with pytest.raises(ContextLengthExceeded, match=rf"maximum context length is {POSITIONS} tokens"):
         planned(planner, request)

@@ -116,6 +116,23 @@ def test_a_prompt_that_cannot_be_pinned_ends_the_start_with_the_reason(config, r
     asyncio.run(main())
 
 
+def test_what_a_model_without_a_prefix_cache_could_only_ignore_ends_the_start_with_its_names(tmp_path: Path):
+    def whole() -> FakeRunner:
+        runner = words_runner()
+        runner.whole_prompts = "the tokens of its prompts see each other"
+        return runner
+
+    async def main(config: dict[str, Any], reason: str) -> None:
+        engine = AsyncEngine(EngineConfig.model_validate(config), lambda config, progress: whole())
+        with pytest.raises(EngineFailed, match=f"^EngineFailed: {reason} cannot be used with demo: the tokens of its"):
+            await engine.wait_ready()
+        await engine.shutdown()
+
+    disk = {"path": str(tmp_path)}
+    asyncio.run(main({"prefix_cache": {"disk": disk}}, "prefix_cache.disk"))
+    asyncio.run(main(pins("You sell fruit.", disk=disk), "prefix_cache.disk and prefix_cache.pinned"))
+
+
 def test_an_engine_shut_down_while_it_prefills_pinned_prompts_stays_stopped():
     async def main() -> None:
         config = EngineConfig.model_validate(pins("You sell fruit.", "You are a poet."))

@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.device_lock import device_refusal, lock_device
 from engine.errors import EngineFailed
 from engine.process_lock import holder_of
-from engine.worker import loader, model_runner
+from engine.worker import devices, loader, model_runner
 
 Holder = subprocess.Popen[str]
 
@@ -61,7 +61,7 @@ def test_an_engine_locks_the_gpu_before_loading_weights_and_releases_it_on_failu
     home: Path, hold: Callable[[Path], Holder], monkeypatch: pytest.MonkeyPatch
 ):
     """The kind of the device is all that is not real here: there is no GPU on most machines that test."""
-    monkeypatch.setattr(loader, "device_kind", lambda: "metal")
+    monkeypatch.setattr(devices, "device_kind", lambda: "metal")
     loaded = []
 
     def load(config: EngineConfig, progress: Callable[[float], None]) -> None:

@@ -13,6 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from engine.processing.vision_families import FAMILIES, QWEN_VL
 from engine.protocol import ImagePatches
+from tests.support.aya_family import AYA_VISION
 from tests.support.deepseek_vl2_family import DEEPSEEK_VL2
 from tests.support.families.family import (
     DEFAULT_BASE,
@@ -262,6 +263,7 @@ SIGHTED: dict[str, SightedFamily] = {
     "smolvlm": idefics3("smolvlm", text("llama"), seed=8),
     "internvl": INTERNVL,
     "internvl_chat": INTERNVL_CHAT,
+    "aya_vision": AYA_VISION,
     "llava": LLAVA,
     "llava with siglip_vision_model": LLAVA_SIGLIP,
     "glm4v": glm("glm4v", seed=3),
@@ -294,6 +296,7 @@ IN_WORDS: dict[str, tuple[str, str, str]] = {
     "idefics3": ("tiles and a thumbnail", "one", "one run per tile, each behind its row and column"),
     "internvl": ("tiles and a thumbnail", "one", "one run"),
     "internvl_chat": ("tiles and a thumbnail", "one", "one run, at the place of the image in the text"),
+    "aya_vision": ("tiles and a thumbnail", "one", "one run per tile, each behind its number"),
     "llava": ("one square, cut out of the middle", "one", "one run of as many tokens for every image"),
     "llava_next": (
         "tiles of the padded image behind a square of the whole",

@@ -97,7 +97,7 @@ class MemoryNeeds:
             sum(costs.kept_image(len(image.patches), image.num_tokens) for image in images),
             max((costs.image(len(image.patches)) for image in images), default=0),
             max(
-                self._least_chunk(row.num_tokens),
+                self._least_chunk(row.num_input_tokens),
                 *(image.num_tokens for image in images if self._whole_images),
                 MIN_CHUNK_TOKENS,
             ),
@@ -139,7 +139,7 @@ class MemoryNeeds:
 
         Args:
             request: The request, before it is queued.
-            pinned_bytes: Bytes that are never evicted, see EngineCore.pinned_bytes.
+            pinned_bytes: Bytes that are never evicted, see CoreFigures.pinned_bytes.
 
         Raises:
             MemoryExceeded: The request would not fit even with no other request in the engine.

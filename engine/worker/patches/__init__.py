@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from engine.worker import loader
+from engine.worker import devices
 from engine.worker.patches import (
     afm7_reuse,
     attention_cpu,
@@ -46,9 +46,9 @@ def install(decodes: bool) -> None:
     mrope_sections.install()
     qwen4_rows.install()
     row_positions.install()
-    if not loader.on_gpu() or mx.cuda.is_available():
+    if not devices.on_gpu() or mx.cuda.is_available():
         convolutions.install()
-    if not loader.on_gpu():
+    if not devices.on_gpu():
         if decodes:
             gated_delta_rows.install()
         gated_delta_chunks.install()

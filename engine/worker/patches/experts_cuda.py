@@ -5,8 +5,9 @@ pair: on an H200 `gather_qmm` of 8 of 256 experts of 512 x 2048 weights of 4 bit
 64, 7.0 for 2048, and from 65,536 pairs on it fails. Around it the library sorts the pairs and puts them back, by a
 dozen operations per layer, each of which costs the host a launch. Here the two products of an expert's MLP are one
 kernel each, that of few_rows_cuda with an expert per block: of up to half as many pairs as there are experts each has
-its own block, more are grouped by their experts before, 16 to a block. The result of a pair depends on its own
-values alone. It can be removed when the library groups pairs of unsorted experts, for weights of 4 and 8 bits, too.
+its own block, more are grouped by their experts before, 16 to a block, or up to 64 from MANY_PAIRS on. The result of a
+pair depends on its own values, and on which of the two kernels multiplies it. It can be removed when the library groups
+pairs of unsorted experts, for weights of 4 and 8 bits, too.
 """
 
 from collections.abc import Sequence
@@ -185,7 +186,8 @@ def _multiply(
 ) -> mx.array:
     """Return the products with the experts' layers, and behind them with the shared ones, if there are any.
 
-    A row's result depends on the number of warps, which depends on the weights alone. See few_rows_kernel.kernel_of.
+    A row's result depends on the number of warps, which depends on the weights and on `pairs.tile`. See
+    few_rows_kernel.kernel_of.
     """
     bits, num_outputs = _bits(layers[0]), layers[0].output_dims
     num_weights, num_rows, slots = 2 if form == "gated" else 1, pairs.num_tokens * pairs.share, pairs.slots

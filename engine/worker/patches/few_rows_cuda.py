@@ -3,12 +3,12 @@
 MLX 0.32.4 multiplies one row by a kernel of its own, and more rows by cuBLAS: for each product of each step it asks
 cuBLAS for an algorithm, and captures the launch as a graph within the step's graph. On an H200 that takes the host
 30 us, longer than the device takes to read most weights. This kernel is one node of the step's graph (15 us), and the
-result of a row depends on its own values alone, not on the rows beside it (behind a norm with up to ROWS rows, as more
-are normalized by the library). It also multiplies the same rows by several
-weights at once, normalizes rows of bfloat16 before, computes the gated half of an MLP, and adds a product to something.
-With 64 rows it takes the device twice as long as cuBLAS, and steps were slower. Weights of 4 and 8 bits are expanded
-to 16 in registers; the library's kernel for several rows takes the device two to seven times as long, except for the
-output layer. From 33 to 128 rows they are multiplied by a kernel that shares the rows among its warps
+result of a row depends on its own values alone, not on the rows beside it, of up to MAX_ROWS (behind a norm with up
+to ROWS rows, as more are normalized by the library). It also multiplies the same rows by several weights at once,
+normalizes rows of bfloat16 before, computes the gated half of an MLP, and adds a product to something. With 64 rows
+it takes the device twice as long as cuBLAS, and steps were slower. Weights of 4 and 8 bits are expanded to 16 in
+registers; the library's kernel for several rows takes the device two to seven times as long, except for the output
+layer. From 33 to 128 rows they are multiplied by a kernel that shares the rows among its warps
 (row_tiles_kernel.py). It can be removed when the library keeps cuBLAS's choices, or has such a kernel.
 """
 

@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineFailed
 from engine.processing.checkpoint import draft_of, read_optional_json
 from engine.spec_prefill_config import SpecPrefillConfig
-from engine.worker import loader, memory, patches
+from engine.worker import devices, loader, memory, patches
 from engine.worker.kv_cache import SequenceCache, num_bytes, rounded
 from engine.worker.language_model import LanguageModel
 from engine.worker.row_kinds import appends
@@ -93,7 +93,7 @@ class Draft:
         generation = read_optional_json(model.path / "generation_config.json")
         self.stop_token_ids = _stop_token_ids(model.config, model.config.get("text_config") or {}, generation)
         self._layers = attention_layers(self._lm.model.layers, self.make_cache())
-        self.compile_blocks(loader.on_gpu() and mx.cuda.is_available())
+        self.compile_blocks(devices.on_gpu() and mx.cuda.is_available())
         probed = self._check()
         self._head_dim = max(layer.keys.shape[-1] for layer in probed if appends(layer) and layer.keys is not None)
         self.bytes_per_token, self.state_bytes = _measured(probed)
@@ -116,10 +116,10 @@ class Draft:
 
     def chunk_tokens(self, start: int, wanted: int) -> int:
         """Return how many of the `wanted` tokens from `start` on to read in one forward."""
-        if loader.on_gpu() and self._head_dim <= MAX_FUSED_HEAD_DIM:
+        if devices.on_gpu() and self._head_dim <= MAX_FUSED_HEAD_DIM:
             return wanted
         heads = max(layer.num_heads for layer in self._layers if layer is not None)
-        most = MAX_GPU_SCORES_BYTES if loader.on_gpu() else MAX_SCORES_BYTES
+        most = MAX_GPU_SCORES_BYTES if devices.on_gpu() else MAX_SCORES_BYTES
         fitting = most // (4 * heads * (start + wanted))
         return min(wanted, max(fitting, SMALLEST_CHUNK))
 

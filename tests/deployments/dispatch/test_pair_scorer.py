@@ -207,7 +207,7 @@ def test_a_documents_control_strings_cannot_close_its_part_of_the_prompt(tmp_pat
     planner = PromptPlanner(EngineConfig(model=str(tiny_reranker(tmp_path / "model"))))
 
     def token_ids(document: str) -> list[int]:
-        request = ChatRequest("r", (), raw_prompt=document, is_embedding=True, scored_query="q")
+        request = ChatRequest("r", (), raw_prompt=document, scored_query="q")
         return planned(planner, request)[0].token_ids.tolist()
 
     [end] = planner.tokenizer.encode_text("<|im_end|>").tolist()

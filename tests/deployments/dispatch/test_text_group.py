@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError
 
 from deployments.args import AppArgs
 from deployments.dispatch.engine_client import EngineClient
-from deployments.dispatch.text_group import MAX_BYTES, MAX_TEXTS, TextResults, each
+from deployments.dispatch.text_group import MAX_CHARACTERS, MAX_TEXTS, TextResults, each
 from deployments.model_replica import ModelReplica
 from deployments.planners.text import TextMTP
 from deployments.requests import ChatRequest, Route
@@ -32,7 +32,7 @@ from tests.deployments.fake_handle import FakeCall, FakeHandle, FakeStream, runn
 
 def text(index: int, prompt: str = "", **fields: Any) -> ChatRequest:
     prompt = prompt or f"text {index}"
-    return ChatRequest(f"e-{index}", (), raw_prompt=prompt, prompt_field=f"input[{index}]", is_embedding=True, **fields)
+    return ChatRequest(f"e-{index}", (), raw_prompt=prompt, prompt_field=f"input[{index}]", **fields)
 
 
 def run(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -62,14 +62,14 @@ def groups_of(texts: list[ChatRequest], num_parallel: int = 4, num_engines: int 
 
 def test_a_group_has_at_most_so_many_texts_and_bytes_unless_a_single_text_is_larger():
     assert [len(group) for group in groups_of([text(i) for i in range(70)])] == [MAX_TEXTS, MAX_TEXTS, 6]
-    half, large = "a" * (MAX_BYTES // 2), "b" * (3 * MAX_BYTES)
+    half, large = "a" * (MAX_CHARACTERS // 2), "b" * (3 * MAX_CHARACTERS)
     prompts = [half, half, half, large, half, "c"]
     found = groups_of([text(i, prompt) for i, prompt in enumerate(prompts)])
     assert found == [[half, half], [half], [large], [half, "c"]]
 
 
 def test_the_query_of_a_score_counts_for_its_group():
-    texts = [text(i, "a" * 10, scored_query="b" * (MAX_BYTES // 4)) for i in range(8)]
+    texts = [text(i, "a" * 10, scored_query="b" * (MAX_CHARACTERS // 4)) for i in range(8)]
     assert [len(group) for group in groups_of(texts)] == [3, 3, 2]
 
 
@@ -81,7 +81,7 @@ def test_texts_are_divided_among_engines():
     assert [len(group) for group in groups_of(texts[:2], 2, 9)] == [1, 1]
 
 
-@pytest.mark.parametrize(("num_parallel", "num_engines", "num_groups"), [(4, 1, 2), (4, 4, 4), (1, 4, 1), (8, 3, 3)])
+@pytest.mark.parametrize(("num_parallel", "num_engines", "num_groups"), [(4, 1, 2), (4, 4, 4), (1, 4, 1), (8, 3, 6)])
 def test_groups_under_way_share_the_texts_that_the_request_counts_for(num_parallel, num_engines, num_groups):
     shares: list[int] = []
     limits: list[int | None] = []
@@ -119,7 +119,7 @@ def test_the_first_error_cancels_the_other_groups():
             ended.append(group[0].request_id)
         raise AssertionError
 
-    large = "a" * MAX_BYTES
+    large = "a" * MAX_CHARACTERS
     texts = [text(0, large), text(1, "bad"), text(2, large)]
     with pytest.raises(InvalidRequest) as error:
         run(lambda: each(texts, compute, 4))
@@ -208,6 +208,28 @@ def test_only_texts_without_a_result_are_computed_again_when_an_engine_dies():
     assert graph.compute(TEXTS) == [b"   0", b"   0", b"   2", b"   1"]
     [(first, all_names, *_), (second, names, *_)] = graph.sent
     assert (all_names, names) == (NAMES, ["e-1", "e-3"]) and first != second
+
+
+def test_results_in_the_message_of_an_error_are_kept():
+    refused = (1, Overloaded("the queue is full", 7.0, "max_queue"))
+    message = GroupEnds((*ends(0).ends, refused, *ends(2).ends))
+    graph = Graph(streams=[[message], [ends(0, 1)]])
+    assert graph.compute(TEXTS) == [b"   0", b"   0", b"   2", b"   1"]
+    assert graph.sent[1][1] == ["e-1", "e-3"]
+
+
+def test_groups_under_way_at_once_go_to_different_engines():
+    graph: Any = Graph(streams=[[ends(0)] for _ in range(8)])
+
+    async def go() -> None:
+        client = EngineClient(graph, {Route.TEXT: graph})
+        for _ in range(4):
+            await asyncio.gather(*(client.compute([TEXTS[0]], 1) for _ in range(2)))
+        assert not client._groups_at
+
+    run(go)
+    nodes = [node for node, *_ in graph.sent]
+    assert all({first, second} == {"node-0", "node-1"} for first, second in zip(nodes[::2], nodes[1::2], strict=True))
 
 
 @pytest.mark.parametrize(

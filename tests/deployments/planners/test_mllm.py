@@ -73,7 +73,7 @@ def test_video_becomes_frames_behind_their_times():
 
 OTHERS = [
     *("deepseekocr", "gemma3 with pan-and-scan", "glm4v", "idefics3", "internvl", "internvl_chat", "llava_next"),
-    *("mistral3", "molmo", "phi3_v"),
+    *("mistral3", "molmo", "phi3_v", "aya_vision"),
 ]
 
 

@@ -80,10 +80,10 @@ def test_a_raw_prompt_may_have_tokens_without_a_logit_which_end_no_answer(tmp_pa
 
 def test_an_embedding_may_take_the_whole_context():
     small = PromptPlanner(EngineConfig(max_context_tokens=64, embedding=EmbeddingConfig(pooling="mean")))
-    [request] = planned(small, raw((5,) * 64, is_embedding=True, client="c", priority=2))
+    [request] = planned(small, raw((5,) * 64, client="c", priority=2))
     assert (len(request.token_ids), request.pooling, request.client, request.priority) == (64, "mean", "c", 2)
     with pytest.raises(ContextLengthExceeded, match="65 in the prompt and 0 for the answer"):
-        planned(small, raw((5,) * 65, is_embedding=True))
+        planned(small, raw((5,) * 65))
 
 
 def test_token_count_is_the_length_of_the_rendered_prompt(planner):

@@ -63,13 +63,25 @@ def test_no_prefix_is_cached_or_waited_for():
     assert other.chunks["like one"][0].num_cached > 0, "other models cache it"
 
 
-def test_an_answer_of_another_engine_is_part_of_the_chunk_that_continues_it():
+def test_an_answer_of_another_engine_is_computed_behind_the_whole_prompt():
     runner = WholeRunner()
     whole = Driver(FakeRunner()).run({0: [request("one")]})["one"]
     continued = replace(request("one"), progress=(Progress(tuple(whole[:3])),))
     driver = Driver(runner, EngineConfig.model_validate(LIMITS))
     assert driver.run({0: [continued]})["one"] == whole[3:]
-    assert runner.sizes == {"one": [403]}
+    assert runner.sizes == {"one": [400, 3]}
+
+
+def test_a_row_that_was_preempted_needs_no_larger_chunk_than_its_prompt():
+    """A chunk of 290 tokens, with which the answer would begin again, would not fit."""
+    needs = MemoryNeeds(COSTS, 30_000, 16, whole_prompts=True)
+    row = Row(needs.clamp_max_tokens(request("one", 200, 100), 0), 0)
+    assert row.sampling.max_tokens == 100
+    row.output_token_ids += [5] * 90
+    need = needs.need([row])
+    assert (need.num_prompt, need.least_chunk) == (290, 200)
+    assert COSTS.chunk(290, 290) + COSTS.prompt(290) > needs.request_bytes
+    assert needs.min_bytes(need) <= needs.request_bytes
 
 
 def test_a_prompt_that_fits_in_no_chunk_is_refused_with_its_size_and_the_limit():

@@ -385,6 +385,17 @@ def test_text_between_control_tokens_is_not_tokenised_again(tokenizers: dict[str
     assert rendered.cut([text, "<|im_end|>"]) == 0
 
 
+def test_texts_that_are_escaped_without_being_tokens_have_no_place_among_the_tokens(
+    tokenizers: dict[str, ChatTokenizer],
+):
+    text = "<|im_start|>user\nA [IMG] here<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizers["chatml"].encode_text(text)
+    control = ControlTokens(TOKENIZER, texts=["[IMG]", "<|im_end|>"])
+    assert control.every.findall(text) == ["<|im_start|>", "[IMG]", "<|im_end|>", "<|im_start|>"]
+    rendered = RenderedPrompt(text, ids, control, lambda piece: np.zeros(0, np.int32))
+    assert rendered.cut([text[: text.rindex("<")]]) == np.flatnonzero(ids == 1)[-1]
+
+
 def test_tokens_that_span_a_cut_in_text_are_excluded():
     def rendered(*token_ids: int) -> RenderedPrompt:
         return RenderedPrompt(

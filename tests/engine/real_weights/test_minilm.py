@@ -32,7 +32,7 @@ def test_cosines_are_the_published_ones_alone_and_beside_a_longer_text():
     except NotAvailable as reason:
         pytest.skip(str(reason))
     planner, runner = PromptPlanner(config), make_runner(config, lambda progress: None)
-    texts = [ChatRequest(text, (), raw_prompt=text, is_embedding=True) for text in (SOURCE, *COSINES, LONG)]
+    texts = [ChatRequest(text, (), raw_prompt=text) for text in (SOURCE, *COSINES, LONG)]
     requests = planned(planner, *texts)
     for arrivals in ([requests], [[one] for one in requests]):
         driver = Driver(runner)

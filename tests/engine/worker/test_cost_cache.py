@@ -121,7 +121,7 @@ def test_a_row_on_a_gpu_takes_the_bytes_of_its_next_states_in_a_step(
     """Steps of two rows, as they are measured, are done before the host has allocated the states of all layers."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(memory_costs, "_decoding", lambda runner, drafts: 0)
-    monkeypatch.setattr(memory_costs, "loader", SimpleNamespace(on_gpu=lambda: on_gpu))
+    monkeypatch.setattr(memory_costs, "devices", SimpleNamespace(on_gpu=lambda: on_gpu))
     costs = model_runner.load_runner(EngineConfig(model=str(tiny_model())), lambda progress: None).costs
     assert costs.state_bytes > 0
     expected = MARGIN * costs.state_bytes if on_gpu else 0

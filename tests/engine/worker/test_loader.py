@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineFailed
 from engine.processing.images import ImagePreprocessor
 from engine.processing.tokenizer import ChatTokenizer
-from engine.worker import loader
+from engine.worker import devices, loader
 from engine.worker.model_runner import load_runner
 from engine.worker.patches import recurrent_gemma_norm
 from engine.worker.vision import VisionEncoder
@@ -98,7 +98,7 @@ def test_a_context_beyond_the_models_own_is_refused_with_both_numbers():
         load(max_context_tokens=40000)
 
 
-@pytest.mark.skipif(loader.has_gpu(), reason="there is a GPU")
+@pytest.mark.skipif(devices.has_gpu(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused():
     with pytest.raises(EngineFailed, match="GPU"):
         load(device="gpu")

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from engine.worker import loader
+from engine.worker import devices
 from engine.worker.memory_costs import GPU_PAGE_BYTES, MARGIN, _exact, _of_images, buffer_slack
 from engine.worker.snapshot import KVSegment, StateSnapshot
 
@@ -95,12 +95,12 @@ def test_no_buffer_that_is_reused_exceeds_its_array_by_more_than_the_slack(num_b
     slack = buffer_slack()
     found = [excess(larger) for larger in (slack // 2, slack - 1, slack, slack + 1, 2 * slack)]
     assert max(found) <= slack
-    assert loader.on_gpu() or num_bytes < slack or max(found) == slack - 1, "and not by much less"
+    assert devices.on_gpu() or num_bytes < slack or max(found) == slack - 1, "and not by much less"
 
 
 def test_slack_on_a_gpu_covers_pages_that_are_rounded_up_and_reused(monkeypatch: pytest.MonkeyPatch):
     """By the sources of MLX's allocators for CUDA and Metal, which do not run on a CPU."""
-    monkeypatch.setattr(loader, "on_gpu", lambda: True)
+    monkeypatch.setattr(devices, "on_gpu", lambda: True)
     for num_bytes in (*PAGE_SIZES, GPU_PAGE_BYTES + 1, 5 * GPU_PAGE_BYTES):
         rounded = -(-num_bytes // GPU_PAGE_BYTES) * GPU_PAGE_BYTES
         largest = min(2 * rounded, rounded + 2 * GPU_PAGE_BYTES)

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from engine.config import EngineConfig, MTPConfig
 from engine.errors import EngineFailed
 from engine.processing.checkpoint import DEMO_MODEL
-from engine.worker import loader
+from engine.worker import devices, loader
 
 FIXED = MTPConfig(max_draft_tokens=2)
 
@@ -150,14 +150,14 @@ def test_the_head_has_the_dtype_that_is_configured(raw, tmp_path, quantize):
 
 def test_a_dense_head_computes_in_the_dtype_of_its_quantized_model_where_that_is_kept(raw, tmp_path, monkeypatch):
     convert(str(raw), str(tmp_path / "q8"), quantize=True, q_bits=8, q_group_size=32, dtype="float16")
-    monkeypatch.setattr(loader, "on_gpu", lambda: True)
+    monkeypatch.setattr(devices, "on_gpu", lambda: True)
     model = load(tmp_path / "q8", mtp_head=str(raw))
     assert model.dtype == "float16" and {w.dtype for w in head_weights(model).values()} == {mx.float16}
 
 
 def test_a_quantized_head_keeps_its_dtype_where_quantized_models_do(raw, tmp_path, monkeypatch):
     split_mtp(str(raw), str(tmp_path / "head"), q_bits=8)
-    monkeypatch.setattr(loader, "on_gpu", lambda: True)
+    monkeypatch.setattr(devices, "on_gpu", lambda: True)
     model = load(raw, mtp_head=str(tmp_path / "head"))
     assert model.dtype == "bfloat16" and {w.dtype for w in head_weights(model).values()} == {mx.float32, mx.uint32}
 

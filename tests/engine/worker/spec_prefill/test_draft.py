@@ -130,7 +130,7 @@ def test_chunks_on_the_cpu_shrink_where_the_scores_would_take_too_much(draft_of,
 
 def test_chunks_on_a_gpu_shrink_only_for_heads_whose_scores_it_stores(draft_of, tmp_path, monkeypatch):
     fused, wide = draft_of("qwen3"), load(make(tmp_path / "wide", "qwen3", head_dim=256))
-    monkeypatch.setattr(draft.loader, "on_gpu", lambda: True)
+    monkeypatch.setattr(draft.devices, "on_gpu", lambda: True)
     assert fused.chunk_tokens(196_000, 2048) == wide.chunk_tokens(8192, 2048) == 2048
     monkeypatch.setattr(draft, "MAX_GPU_SCORES_BYTES", 4 * 4 * 1000 * 100)
     assert fused.chunk_tokens(900, 100) == 100 and wide.chunk_tokens(1900, 100) == 50
