@@ -18,6 +18,7 @@ from engine.processing.checkpoint import (
     vocab_size,
 )
 from engine.processing.context import choose_context
+from engine.processing.encoders import known_code
 from engine.processing.weight_file import check_weights
 
 IMAGE_OPTIONS = ("vision_cache_mb", "image_memory_mb")
@@ -44,7 +45,7 @@ def check_model(args: AppArgs) -> None:
 def _check_files(model: str, revision: str | None) -> Path:
     """Return the model's directory; check its weights if they are on this machine."""
     model_dir = resolve_checkpoint(model, revision, weights=False)
-    refuse_code(model_dir)
+    refuse_code(model_dir, known_code(model_dir))
     if is_local(model):
         check_weights(model_dir)
     return model_dir

@@ -101,7 +101,9 @@ class ModelReplica:
             async for chunk in chunks:
                 yield chunk
 
-    async def generate_group(self, requests: Sequence[EngineRequest], num_parallel: int) -> AsyncIterator[GroupEnds]:
+    async def generate_group(
+        self, requests: Sequence[EngineRequest], num_parallel: int, max_open: int | None = None
+    ) -> AsyncIterator[GroupEnds]:
         """Yield the ends of requests with one result each, and heartbeats; see engine.request_group.
 
         Raises:
@@ -111,7 +113,7 @@ class ModelReplica:
             self._check_checkpoint(request)
         http_id = http_request_id()
         named = [replace(request, http_request_id=http_id) for request in requests]
-        messages: Any = generate_group(self._engine, named, num_parallel, HEARTBEAT_PERIOD_S)
+        messages: Any = generate_group(self._engine, named, num_parallel, HEARTBEAT_PERIOD_S, max_open)
         async with aclosing(messages):
             async for message in messages:
                 yield message

@@ -203,6 +203,8 @@ class EmbedRequest:
     """The client's field of each prompt, for errors."""
     num_parallel: int = 1
     """Choices that the request counts for: prompts that are in the engines at once while these are busy."""
+    max_open: int | None = None
+    """Most prompts that are in the engines at once while these are idle; None: any number."""
     num_dimensions: int | None = None
     """Length of the vectors that the client asks for. None: the model's own."""
     prompt_name: str | None = None
@@ -247,6 +249,8 @@ class ScoreRequest:
     """See ChatRequest."""
     num_parallel: int = 1
     """Choices that the request counts for: prompts that are in the engines at once while these are busy."""
+    max_open: int | None = None
+    """Most prompts that are in the engines at once while these are idle; None: any number."""
     client: str = ""
     """See EngineRequest."""
     priority: int = 0

@@ -25,7 +25,11 @@ class Engine(Protocol):
 
 
 async def generate_group(
-    engine: Engine, requests: Sequence[EngineRequest], num_parallel: int, heartbeat_period_s: float
+    engine: Engine,
+    requests: Sequence[EngineRequest],
+    num_parallel: int,
+    heartbeat_period_s: float,
+    max_open: int | None = None,
 ) -> AsyncIterator[GroupEnds]:
     """Yield the ends of requests with `pooling`, each once, as soon as they are there.
 
@@ -36,6 +40,7 @@ async def generate_group(
             they share forwards, and leave room for a request that arrives.
         num_parallel: See `requests`.
         heartbeat_period_s: Longest time without a message; one without ends is yielded then.
+        max_open: Most requests of the group that are open at once, at least num_parallel; None: any number.
 
     Yields:
         An error of AsyncEngine.generate is an end; the other requests are cancelled after it.
@@ -51,7 +56,8 @@ async def generate_group(
                 index, request = waiting[0]
                 num_tokens += len(request.token_ids)
                 has_room = num_others + len(running) < num_idle_open and num_tokens <= max_tokens
-                if len(running) >= num_parallel and not has_room:
+                is_full = max_open is not None and len(running) >= max_open
+                if len(running) >= num_parallel and (is_full or not has_room):
                     break
                 waiting.popleft()
                 begun = replace(request, spent_s=request.spent_s + monotonic() - began_s)

@@ -30,7 +30,9 @@ async def embed_all(
     def shortened(vector: bytes) -> bytes:
         return _shortened(vector, request.num_dimensions, may_shorten)
 
-    found = await each(list(_requests(request)), compute, request.num_parallel, num_engines, shortened)
+    found = await each(
+        list(_requests(request)), compute, request.num_parallel, num_engines, shortened, request.max_open
+    )
     return Embeddings(tuple(vector for vector, _ in found), sum(num_tokens for _, num_tokens in found))
 
 

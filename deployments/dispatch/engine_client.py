@@ -173,7 +173,9 @@ class EngineClient:
             request.request_id, lambda attempt: self._attempt(request, route, attempt, may_resume)
         )
 
-    async def compute(self, texts: Sequence[ChatRequest], num_parallel: int) -> TextResults:
+    async def compute(
+        self, texts: Sequence[ChatRequest], num_parallel: int, max_open: int | None = None
+    ) -> TextResults:
         """Compute the embeddings or scores of a group of texts, all on one engine.
 
         If it is lost or refuses a text, those left are computed on another one.
@@ -181,11 +183,12 @@ class EngineClient:
         Args:
             texts: The texts.
             num_parallel: Texts that the engine takes at once while it is busy.
+            max_open: Most texts that it takes at once while it is idle; None: any number.
 
         Raises InvalidRequest, which names the text, Overloaded, Unavailable, EngineFailed, Cancelled.
         """
-        group = TextGroup(texts)
-        await self._retried(texts[0].request_id, lambda attempt: self._attempt_group(group, num_parallel, attempt))
+        group, limits = TextGroup(texts), (num_parallel, max_open)
+        await self._retried(texts[0].request_id, lambda attempt: self._attempt_group(group, limits, attempt))
         return group.results
 
     async def _retried(self, request_id: str, make: Callable[[PlacementAttempt], Awaitable[T]]) -> T:
@@ -315,15 +318,15 @@ class EngineClient:
         move = partial(self._move, _kept(request, route), route, plan) if may_resume else None
         return EngineStream(plan, part, move, lambda replica_id: self.nodes.note(replica_id, LOSS_S))
 
-    async def _attempt_group(self, group: TextGroup, num_parallel: int, attempt: PlacementAttempt) -> None:
-        """Compute the texts of a group that are left on one engine."""
+    async def _attempt_group(self, group: TextGroup, limits: tuple[int, int | None], attempt: PlacementAttempt) -> None:
+        """Compute the texts of a group that are left on one engine. limits: num_parallel, max_open, see `compute`."""
         texts = group.left
         attempt.tried += tuple(self._groups_at)  # engines with other groups are chosen last
         engine = await self._choose(texts[0], Route.TEXT, attempt)
         with ExitStack() as resources:
             self._groups_at[engine.node_id] += 1
             resources.callback(self._group_ended, engine.node_id)
-            await self._compute_group(group, texts, num_parallel, engine, attempt)
+            await self._compute_group(group, texts, limits, engine, attempt)
         self.nodes.forget(engine.replica_id)
 
     def _group_ended(self, node_id: str) -> None:
@@ -334,7 +337,7 @@ class EngineClient:
         self,
         group: TextGroup,
         texts: Sequence[ChatRequest],
-        num_parallel: int,
+        limits: tuple[int, int | None],
         engine: RunningNode,
         attempt: PlacementAttempt,
     ) -> None:
@@ -348,7 +351,7 @@ class EngineClient:
         attempt.stage = "engine"
         sent = [replace(one, spent_s=timeline.spent_s) for one in requests]
         with ExitStack() as resources:
-            messages: Any = self._groups.options(session_id=pin_to(engine.node_id, 0.0)).remote(sent, num_parallel)
+            messages: Any = self._groups.options(session_id=pin_to(engine.node_id, 0.0)).remote(sent, *limits)
             resources.callback(cancel_call, messages)
             reader = ChunkReader[GroupEnds](messages, self._silence_limit_s)
             resources.callback(reader.close)

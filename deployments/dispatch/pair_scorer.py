@@ -82,7 +82,7 @@ async def _by_cosine(request: ScoreRequest, compute: ComputeGroup, num_engines: 
         _request(request, index, field, raw_prompt=text, prompt_name=role)
         for index, ((text, role), field) in enumerate(fields.items())
     ]
-    found = await each(requests, compute, request.num_parallel, num_engines)
+    found = await each(requests, compute, request.num_parallel, num_engines, max_open=request.max_open)
     vectors = dict(zip(fields, (np.frombuffer(vector, "<f4").astype(np.float64) for vector, _ in found), strict=True))
     values = (
         _cosine(vectors[query, query_role], vectors[document, document_role]) for query, document in request.pairs
@@ -97,7 +97,7 @@ async def _by_reranker(request: ScoreRequest, compute: ComputeGroup, num_engines
         _request(request, index, field, raw_prompt=document, scored_query=query, instruction=request.instruction)
         for index, ((query, document), field) in enumerate(fields.items())
     ]
-    found = await each(requests, compute, request.num_parallel, num_engines)
+    found = await each(requests, compute, request.num_parallel, num_engines, max_open=request.max_open)
     log_odds = {pair: float(np.frombuffer(score, "<f4")[0]) for pair, (score, _) in zip(fields, found, strict=True)}
     values = {pair: probability(value) if request.has_activation else value for pair, value in log_odds.items()}
     return Scores(tuple(values[pair] for pair in request.pairs), _num_tokens(found))

@@ -24,8 +24,9 @@ MIN_GROUPS = 2
 TextResults = list[tuple[bytes, int]]
 """An embedding (little-endian float32 [hidden]) or a score ([1]), and the number of prompt tokens, of each text."""
 
-ComputeGroup = Callable[[Sequence[ChatRequest], int], Awaitable[TextResults]]
-"""Computes a group, of which an engine that is busy takes so many texts at once. Returns the results in their order."""
+ComputeGroup = Callable[[Sequence[ChatRequest], int, int | None], Awaitable[TextResults]]
+"""Computes a group, of which an engine takes at once so many texts while it is busy, and at most so many while it is
+idle. Returns the results in their order."""
 
 
 async def each(
@@ -34,6 +35,7 @@ async def each(
     num_parallel: int,
     num_engines: int = 1,
     convert: Callable[[bytes], bytes] = lambda result: result,
+    max_open: int | None = None,
 ) -> TextResults:
     """Compute all texts, a few groups at a time; return the results in the order of the texts.
 
@@ -43,6 +45,7 @@ async def each(
         num_parallel: Texts that busy engines take at once; all groups under way share them.
         num_engines: Engines among which groups may be divided; 0 while none is known.
         convert: Converts a result as soon as its group is complete.
+        max_open: Most texts that idle engines take at once, at least num_parallel; shared as well. None: any number.
 
     Raises:
         OrchardError: The first error of `compute` or `convert`; the other groups are cancelled.
@@ -51,12 +54,13 @@ async def each(
     num_shares = max(1, min(num_wanted, num_engines))
     groups = list(_groups(texts, min(MAX_TEXTS, -(-len(texts) // num_shares))))
     num_workers = min(num_wanted, len(groups))
+    most_of_group = None if max_open is None else max(1, max_open // num_workers)
     found = dict[int, TextResults]()
     waiting = enumerate(groups)
 
     async def work() -> None:  # the workers share the iterator `waiting`
         for index, group in waiting:
-            results = await compute(group, max(1, num_parallel // num_workers))
+            results = await compute(group, max(1, num_parallel // num_workers), most_of_group)
             found[index] = [(convert(result), num_tokens) for result, num_tokens in results]
 
     workers = [asyncio.ensure_future(work()) for _ in range(num_workers)]

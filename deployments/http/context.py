@@ -113,7 +113,7 @@ class HttpContext:
             session=session_of(request.headers) or parsed.request.session,
             resume=_resume_of(request.headers),
         )
-        return replace(parsed, request=key.apply(whole))
+        return replace(parsed, request=key.apply(whole), max_rows=key.limits.max_rows)
 
     def ignored_header(self, parsed: ParsedRequest) -> dict[str, str]:
         """Count the unknown fields of a request and return the response header that names them, if there are any."""

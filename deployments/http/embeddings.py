@@ -8,25 +8,31 @@ from typing import TypeVar
 import numpy as np
 
 from deployments.http.context import HttpContext
-from deployments.requests import ChatRequest, Embeddings, EmbedRequest, ScoreRequest
+from deployments.http.parsed_request import ParsedRequest
+from deployments.requests import Embeddings, EmbedRequest, ScoreRequest
 
 T = TypeVar("T", EmbedRequest, ScoreRequest)
 
 MAX_PARALLEL = 4
-"""Choices that a request with several inputs counts for. An idle engine computes more of them at once, see
-engine/request_group.py."""
+"""Choices that a request with several inputs counts for, unless its API key may have fewer. An idle engine computes
+more of them at once, as many as the key may have, see engine/request_group.py."""
 
 
-def completed(context: HttpContext, wanted: T, whole: ChatRequest) -> T:
+def completed(context: HttpContext, wanted: T, parsed: ParsedRequest) -> T:
     """Return a request as it is computed.
 
     Args:
         context: The HTTP API, which limits the choices of a request.
         wanted: What the body says.
-        whole: The request as `HttpContext.read` returns it, with id and client.
+        parsed: The request as `HttpContext.read` returns it, with id, client and the limit of its API key.
     """
+    whole, max_open = parsed.request, parsed.max_rows
     num_parallel = min(wanted.num_prompts, MAX_PARALLEL, context.backend.in_flight.max_choices)
-    return replace(wanted, request_id=whole.request_id, client=whole.client, num_parallel=num_parallel)
+    if max_open is not None:
+        num_parallel = min(num_parallel, max_open)
+    return replace(
+        wanted, request_id=whole.request_id, client=whole.client, num_parallel=num_parallel, max_open=max_open
+    )
 
 
 async def embed(context: HttpContext, wanted: EmbedRequest) -> Embeddings:

@@ -84,6 +84,8 @@ class ParsedRequest:
     """Fields of the body that the dialect's encoder depends on."""
     ignored: tuple[str, ...] = ()
     """Names of unknown fields at the top of the body."""
+    max_rows: int | None = None
+    """Choices that its API key may have in flight, which `HttpContext.read` adds; None: any number."""
 
     def packed(self) -> "ParsedRequest":
         """Return a copy with packed messages, which are cheap to pickle."""

@@ -18,6 +18,7 @@ from engine.processing.answer_constraint import answer_constraint
 from engine.processing.checkpoint import num_embeddings, read_config, refuse_code, resolve_checkpoint, vocab_size
 from engine.processing.context import choose_context
 from engine.processing.cross_encoder import CrossEncoder, read_reranker
+from engine.processing.encoders import known_code
 from engine.processing.fingerprint import checkpoint_fingerprint
 from engine.processing.generation_defaults import GenerationDefaults
 from engine.processing.image_placeholder import ImagePlaceholder
@@ -47,7 +48,7 @@ class PromptPlanner:
 
     def __init__(self, config: EngineConfig, finds_boundaries: bool = False):
         self.model_dir = resolve_checkpoint(config.model, config.revision, weights=False)
-        refuse_code(self.model_dir)
+        refuse_code(self.model_dir, known_code(self.model_dir))
         config_of_model = read_config(self.model_dir)
         self._vocab_size, self._num_embeddings = vocab_size(config_of_model), num_embeddings(config_of_model)
         self._max_context_tokens = choose_context(config, config_of_model)

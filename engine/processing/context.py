@@ -5,7 +5,7 @@ from typing import Any
 
 from engine.config import EngineConfig, RopeScaling
 from engine.errors import EngineFailed
-from engine.processing.encoders import num_unused_positions
+from engine.processing.encoders import declared_positions, num_unused_positions
 from engine.processing.reference_config import declared_reaches, reference_config, text_section
 
 DEFAULT_CONTEXT_TOKENS = 32768
@@ -237,7 +237,7 @@ def _original(scaling: RopeScaling, model_config: dict[str, Any]) -> int:
 
 def _declared_limit(model_config: dict[str, Any]) -> int | None:
     for section in (model_config.get("text_config"), model_config):
-        limit = section.get("max_position_embeddings") if isinstance(section, dict) else None
+        limit = declared_positions(section) if isinstance(section, dict) else None
         if limit is not None:
             if not isinstance(limit, int) or limit < 1:
                 raise EngineFailed(f"config.json: max_position_embeddings is {limit!r}; expected a positive integer")

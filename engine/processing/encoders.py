@@ -4,8 +4,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.processing.checkpoint import read_optional_json
+from engine.processing.nomic_bert import names_known_code, nomic_refusal, num_positions
 
-FAMILIES = ("bert", "modernbert", "xlm-roberta")
+NOMIC = "nomic_bert"
+ROBERTAS = ("camembert", "roberta", "xlm-roberta")
+"""Families with RoBERTa's arithmetic, each with a tokenizer of its own."""
+
+FAMILIES = ("bert", "modernbert", NOMIC, *ROBERTAS)
 """Values of `model_type` whose checkpoints are served as encoders."""
 
 CLASSIFIER = "ForSequenceClassification"
@@ -28,6 +33,19 @@ def is_encoder_checkpoint(model_dir: Path) -> bool:
     return is_encoder(read_optional_json(model_dir / "config.json"))
 
 
+def known_code(model_dir: Path) -> dict[str, Any]:
+    """Return the keys that name code which the engine computes without running it, for `refuse_code`.
+
+    The checkpoint of such an encoder is opened by the engine alone, and its tokenizer by its class.
+
+    Raises:
+        EngineFailed: config.json is broken.
+    """
+    config = read_optional_json(model_dir / "config.json")
+    auto_map = config.get("auto_map")
+    return {"auto_map": auto_map} if config.get("model_type") == NOMIC and names_known_code(auto_map) else {}
+
+
 def has_classes(config: dict[str, Any]) -> bool:
     """Return whether a checkpoint has an output layer for classes. config: its config.json."""
     return any(name.endswith(CLASSIFIER) for name in _architectures(config))
@@ -36,11 +54,18 @@ def has_classes(config: dict[str, Any]) -> bool:
 def num_unused_positions(config: dict[str, Any]) -> int:
     """Return how many of `max_position_embeddings` no token of a text has.
 
-    The first token of XLM-RoBERTa has the position after `pad_token_id`.
+    The first token of a RoBERTa has the position after `pad_token_id`.
     """
     pad_token_id = config.get("pad_token_id", 1)
-    is_counted = config.get("model_type") == "xlm-roberta" and type(pad_token_id) is int
+    is_counted = config.get("model_type") in ROBERTAS and type(pad_token_id) is int
     return pad_token_id + 1 if is_counted else 0
+
+
+def declared_positions(config: dict[str, Any]) -> Any:
+    """Return `max_position_embeddings`, or what stands for it in the family's config.json; None if there is nothing."""
+    if config.get("model_type") == NOMIC and nomic_refusal(config) is None:
+        return num_positions(config)
+    return config.get("max_position_embeddings")
 
 
 def encoder_refusal(config: dict[str, Any]) -> str | None:
@@ -49,16 +74,28 @@ def encoder_refusal(config: dict[str, Any]) -> str | None:
         return f"{other[0]} gives neither embeddings nor scores; those with {', '.join((CLASSIFIER, *WITHOUT_HEAD))} do"
     if has_classes(config) and (number := _num_labels(config)) != 1:
         return f"its output layer has {number} classes (id2label), and a score needs exactly 1"
+    if config.get("model_type") == NOMIC and (reason := nomic_refusal(config)) is not None:
+        return reason
+    return _arithmetic_refusal(config)
+
+
+def _arithmetic_refusal(config: dict[str, Any]) -> str | None:
+    """Return which field of config.json asks for an arithmetic that the family's module has not, None for none."""
+    family = config.get("model_type")
     for name in ("is_decoder", "add_cross_attention"):
         if config.get(name):
             return f"config.json has {name} {config[name]!r}, which the library's module does not read"
-    if (kind := config.get("position_embedding_type", "absolute")) != "absolute":
-        return f"config.json has position_embedding_type {kind!r}; supported is absolute"
-    is_modern = config.get("model_type") == "modernbert"
-    for name in ("hidden_activation", "classifier_activation") if is_modern else ("hidden_act",):
-        if (activation := config.get(name, "gelu")) != "gelu":
-            return f"config.json has {name} {activation!r}; supported is gelu"
-    if type(limit := config.get("max_position_embeddings")) is not int or limit <= num_unused_positions(config):
+    positions = "rope" if family == NOMIC else "absolute"
+    if (kind := config.get("position_embedding_type", positions)) != positions:
+        return f"config.json has position_embedding_type {kind!r}; supported is {positions}"
+    known = "silu" if family == NOMIC else "gelu"
+    for name in ("hidden_activation", "classifier_activation") if family == "modernbert" else ("hidden_act",):
+        if (activation := config.get(name, known)) != known:
+            return f"config.json has {name} {activation!r}; supported is {known}"
+    pad_token_id = config.get("pad_token_id", 1)
+    if family in ROBERTAS and (type(pad_token_id) is not int or pad_token_id < 0):
+        return f"config.json has pad_token_id {pad_token_id!r}, from which positions are counted; it must be at least 0"
+    if type(limit := declared_positions(config)) is not int or limit <= num_unused_positions(config):
         return f"config.json has max_position_embeddings {limit!r}; it must be an integer with room for a token"
     return None
 

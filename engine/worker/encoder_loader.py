@@ -13,13 +13,21 @@ from engine.config import EngineConfig
 from engine.errors import EngineFailed
 from engine.processing.checkpoint import resolve_checkpoint, vocab_size
 from engine.processing.context import choose_context
-from engine.processing.encoders import has_classes
+from engine.processing.encoders import NOMIC, has_classes
+from engine.processing.nomic_bert import DYNAMIC, native_config
 from engine.processing.reference_config import reference_config
-from engine.worker import loader
+from engine.worker import loader, nomic_bert
 from engine.worker.patches import modernbert_gelu
 
-LIBRARY: dict[str, ModuleType] = {"bert": bert, "modernbert": modernbert, "xlm-roberta": xlm_roberta}
-"""The library's modules by `model_type`, of which it does not know the last by this name."""
+LIBRARY: dict[str, ModuleType] = {
+    "bert": bert,
+    "camembert": xlm_roberta,
+    "modernbert": modernbert,
+    NOMIC: nomic_bert,
+    "roberta": xlm_roberta,
+    "xlm-roberta": xlm_roberta,
+}
+"""Modules by `model_type`: the library's, which does not know them all by this name, and one of the engine."""
 
 NO_TEXT = "an encoder generates no text"
 
@@ -106,12 +114,17 @@ def _library_config(fields_of: Any, own_config: dict[str, Any]) -> dict[str, Any
     Raises:
         EngineFailed: transformers refuses config.json, or it asks for something that the library's module lacks.
     """
-    reference: Any = reference_config(own_config)
+    is_nomic = own_config["model_type"] == NOMIC
+    reference: Any = reference_config(native_config(own_config) if is_nomic else own_config)
     if reference is None:
         raise EngineFailed("transformers refuses config.json")
     known = {field.name for field in fields(fields_of)}
     values = {name: getattr(reference, name) for name in known if hasattr(reference, name)}
     values |= {"model_type": own_config["model_type"], "num_labels": 1, "id2label": None}
+    if is_nomic:
+        rope = reference.rope_parameters
+        is_dynamic = rope["rope_type"] == DYNAMIC
+        values |= {"rope_theta": rope["rope_theta"], "rope_factor": rope["factor"] if is_dynamic else None}
     if own_config["model_type"] == "modernbert":
         values |= _pattern(own_config, reference)
     return {name: value for name, value in values.items() if name in known}

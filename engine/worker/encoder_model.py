@@ -8,21 +8,21 @@ import numpy as np
 from mlx_vlm.models.modernbert import Model as ModernBert
 
 from engine.config import Pooling
+from engine.worker.nomic_bert import Model as NomicBert
 from engine.worker.pooling import PooledStates
 
 
 class EncoderModel:
-    """One of the library's encoders. Padding behind a text is masked, so that it has no effect.
+    """One of the encoders. Padding behind a text is masked, so that it has no effect.
 
     Args:
-        module: The library's module.
-        num_types: Types of tokens that it distinguishes, as `type_vocab_size` in config.json; 0 for none.
+        module: The library's module, or one of the engine.
     """
 
-    def __init__(self, module: Any, num_types: int):
+    def __init__(self, module: Any):
         self._module = module
-        self._is_modern = isinstance(module, ModernBert)
-        self._has_types = num_types > 1 and not self._is_modern
+        self._is_modern, self._is_nomic = isinstance(module, ModernBert), isinstance(module, NomicBert)
+        self._has_types = getattr(module.config, "type_vocab_size", 0) > 1
 
     @property
     def scores_pairs(self) -> bool:
@@ -44,8 +44,10 @@ class EncoderModel:
             return self._modern(token_ids, own)
         starts = [longest if start is None else start for start in pair_starts]
         types = (mx.arange(longest) >= mx.array(starts)[:, None]).astype(mx.int32) if self._has_types else None
-        hidden = self._module.embeddings(token_ids, types)
-        return self._module.encoder(hidden, None if own is None else own[:, None, None])
+        mask = None if own is None else own[:, None, None]
+        if self._is_nomic:
+            return self._module(token_ids, types, lengths.tolist(), mask)
+        return self._module.encoder(self._module.embeddings(token_ids, types), mask)
 
     def _modern(self, token_ids: mx.array, own: mx.array | None) -> mx.array:
         """Compute ModernBERT, most of whose layers see half of `local_attention` tokens on either side."""
@@ -84,6 +86,8 @@ class EncoderModel:
     def attend(self, num_tokens: int) -> mx.array:
         """Return the attention of the first layer over zeros of one text, lazy, for the measurement of its memory."""
         hidden = mx.zeros((1, num_tokens, self._module.config.hidden_size), self.dtype)
+        if self._is_nomic:
+            return self._module.layers[0].self_attn(hidden, self._module.angles([num_tokens], num_tokens), None)
         if not self._is_modern:
             return self._module.encoder.layer[0].attention.self(hidden)
         positions = mx.arange(num_tokens)

@@ -66,7 +66,7 @@ class EncoderRunner:
         """Set up a loaded model. device_lock: released by `close`, when the device's memory is freed."""
         self._device_lock = device_lock
         self._num_weight_bytes = model.num_weight_bytes
-        self._model = EncoderModel(model.module, int(model.config.get("type_vocab_size", 2)))
+        self._model = EncoderModel(model.module)
         self.encoder: Encoded | None = "scores" if self._model.scores_pairs else "embeddings"
         self.max_context_tokens = model.max_context_tokens
         self.vocab_size = self.num_embeddings = model.vocab_size

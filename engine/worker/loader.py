@@ -28,7 +28,7 @@ from engine.processing.checkpoint import (
 )
 from engine.processing.context import REACH, choose_context, declared_scalings, ignored_window, library_config
 from engine.processing.cross_encoder import read_reranker
-from engine.processing.encoders import encoder_refusal, is_encoder
+from engine.processing.encoders import encoder_refusal, is_encoder, known_code
 from engine.processing.pooling import EmbeddingModel
 from engine.processing.tokenizer_match import why_different
 from engine.processing.vision_families import vision_family
@@ -163,7 +163,7 @@ def open_config(config: EngineConfig) -> dict[str, Any]:
         EngineFailed: The model cannot be served; the message has the reason.
     """
     path = resolve_checkpoint(config.model, config.revision, weights=False)
-    refuse_code(path)
+    refuse_code(path, known_code(path))
     own_config = read_config(path)
     choose_context(config, own_config)
     vocab_size(own_config)

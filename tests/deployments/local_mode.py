@@ -9,6 +9,7 @@ import httpx
 from ray import serve
 
 from deployments.args import AppArgs
+from deployments.http.config import HttpConfig
 from deployments.ingress import Ingress
 from deployments.model_replica import ModelReplica
 from deployments.planners.text import TextMTP
@@ -20,7 +21,13 @@ class Here(Ingress.func_or_class):  # type: ignore[misc, name-defined]
         """Serve awaits the one of the ingress; here nothing does."""
 
 
-def serving(path: Path, name: str, test: Callable[[httpx.AsyncClient], Awaitable[None]], **engine_options: Any) -> None:
+def serving(
+    path: Path,
+    name: str,
+    test: Callable[[httpx.AsyncClient], Awaitable[None]],
+    http: HttpConfig | None = None,
+    **engine_options: Any,
+) -> None:
     """Run the test with a client of a graph of this name that serves this checkpoint in this process."""
     config = EngineConfig(model=str(path), device="cpu", dtype="float32", **engine_options)
     engine = serve.run(ModelReplica.bind(config), name=f"{name}-engine", _local_testing_mode=True)
@@ -28,7 +35,7 @@ def serving(path: Path, name: str, test: Callable[[httpx.AsyncClient], Awaitable
 
     async def go() -> None:
         here: Any = Here.__new__(Here)
-        await here.__init__(AppArgs(engine=config), {}, engine, text, text)
+        await here.__init__(AppArgs(engine=config, http=http or HttpConfig()), {}, engine, text, text)
         here._graph._ready_until = float("inf")
         transport = httpx.ASGITransport(here.__serve_build_asgi_app__())
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:

@@ -123,7 +123,7 @@ def test_an_embedding_model_embeds_through_http_and_refuses_to_generate_text(tmp
 
 @pytest.mark.parametrize(("wanted", "expected"), [(3, [0.6, 0.0, 0.8]), (1, [1.0]), (4, [0.48, 0.0, 0.64, 0.6])])
 def test_embeddings_of_an_embedding_model_are_shortened_and_normalized_again(wanted, expected):
-    async def compute(texts: Sequence[ChatRequest], num_parallel: int) -> TextResults:
+    async def compute(texts: Sequence[ChatRequest], num_parallel: int, max_open: int | None) -> TextResults:
         return [(np.array([0.48, 0.0, 0.64, 0.6], "<f4").tobytes(), 1) for _ in texts]
 
     request = EmbedRequest("e", ("a",), ("input",), num_dimensions=wanted)

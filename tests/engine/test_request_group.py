@@ -60,7 +60,9 @@ class HeldEngine:
             end.set_result(TokenChunk((), FinishReason.STOP, embedding=b"%d" % index))
 
 
-async def read(engine: HeldEngine, requests: list[EngineRequest], num_parallel: int = 4) -> dict[int, Any]:
+async def read(
+    engine: HeldEngine, requests: list[EngineRequest], num_parallel: int = 4, max_open: int | None = None
+) -> dict[int, Any]:
     """All ends of a group; whatever is open ends, the last one first, once nothing else begins."""
     found: dict[int, Any] = {}
 
@@ -74,7 +76,7 @@ async def read(engine: HeldEngine, requests: list[EngineRequest], num_parallel: 
     answering = asyncio.ensure_future(answer())
     try:
         async with asyncio.timeout(60):
-            async for message in generate_group(engine, requests, num_parallel, 5.0):
+            async for message in generate_group(engine, requests, num_parallel, 5.0, max_open):
                 assert not message.is_heartbeat
                 found |= dict(message.ends)
     finally:
@@ -103,6 +105,13 @@ def test_an_idle_engine_takes_a_steps_worth_and_a_busy_one_what_the_request_coun
     engine.num_others = num_others
     found = asyncio.run(read(engine, [text(i, num_tokens) for i in range(40)]))
     assert (len(found), engine.most) == (40, most)
+
+
+@pytest.mark.parametrize("max_open", [1, 3, 8])
+def test_an_idle_engine_takes_no_more_at_once_than_the_limit_of_the_requests_key(max_open):
+    engine = HeldEngine(max_running=32, prefill_chunk_tokens=2048)
+    found = asyncio.run(read(engine, [text(i) for i in range(40)], min(4, max_open), max_open))
+    assert (len(found), engine.most) == (40, max_open)
 
 
 def test_the_time_in_the_group_counts_as_spent_before_the_engine():

@@ -25,14 +25,18 @@ COMMON = {
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "bert": {"model_type": "bert", "hidden_act": "gelu", "max_position_embeddings": POSITIONS, "type_vocab_size": 2},
-    "xlm-roberta": {
-        "model_type": "xlm-roberta",
-        "hidden_act": "gelu",
-        "max_position_embeddings": POSITIONS + 2,
-        "type_vocab_size": 1,
-        "layer_norm_eps": 1e-5,
-        "pad_token_id": 1,
+    **{
+        family: {
+            "model_type": family,
+            "hidden_act": "gelu",
+            "max_position_embeddings": POSITIONS + 2,
+            "type_vocab_size": 1,
+            "layer_norm_eps": 1e-5,
+            "pad_token_id": 1,
+        }
+        for family in ("camembert", "roberta", "xlm-roberta")
     },
+    "nomic_bert": {"model_type": "nomic_bert", "max_position_embeddings": POSITIONS, "type_vocab_size": 2},
     "modernbert": {
         "model_type": "modernbert",
         "max_position_embeddings": POSITIONS,
@@ -42,8 +46,48 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
     },
 }
-NAMES = {"bert": "Bert", "xlm-roberta": "XLMRoberta", "modernbert": "ModernBert"}
-PREFIXES = {"bert": "bert.", "xlm-roberta": "roberta.", "modernbert": "model."}
+NAMES = {
+    "bert": "Bert",
+    "camembert": "Camembert",
+    "modernbert": "ModernBert",
+    "nomic_bert": "NomicBert",
+    "roberta": "Roberta",
+    "xlm-roberta": "XLMRoberta",
+}
+PREFIXES = {
+    "bert": "bert.",
+    "camembert": "roberta.",
+    "modernbert": "model.",
+    "nomic_bert": "nomic_bert.",
+    "roberta": "roberta.",
+    "xlm-roberta": "roberta.",
+}
+PUBLISHED_NOMIC = {
+    "activation_function": "swiglu",
+    "causal": False,
+    "layer_norm_epsilon": 1e-12,
+    "max_trained_positions": POSITIONS,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "n_embd": HIDDEN,
+    "n_head": HEADS,
+    "n_inner": INNER,
+    "n_layer": LAYERS,
+    "n_positions": 4 * POSITIONS,
+    "parallel_block": False,
+    "prenorm": False,
+    "qkv_proj_bias": False,
+    "rotary_emb_base": 1000,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "rotary_emb_scale_base": None,
+    "rotary_scaling_factor": None,
+    "scale_attn_weights": True,
+    "type_vocab_size": 2,
+    "use_rms_norm": False,
+    "vocab_size": VOCAB,
+}
+"""Fields of the published config.json of NomicBERT, which has no names of transformers."""
 TEXTS = (
     "red apples and green pears grow in the garden behind the house",
     "a story about the sea, its ships and the people who sail them",
@@ -113,6 +157,8 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes |= {f"{at}.mlp_norm.weight": (HIDDEN,), f"{at}.mlp.Wi.weight": (2 * INNER, HIDDEN)}
             shapes |= {f"{at}.mlp.Wo.weight": (HIDDEN, INNER)}
         return {**shapes, "final_norm.weight": (HIDDEN,)}
+    if config["model_type"] == "nomic_bert":
+        return _nomic_shapes(config)
     rows = {"word": VOCAB, "position": config["max_position_embeddings"], "token_type": config["type_vocab_size"]}
     shapes |= {f"embeddings.{name}_embeddings.weight": (number, HIDDEN) for name, number in rows.items()}
     shapes |= _norm("embeddings.LayerNorm")
@@ -126,10 +172,27 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _nomic_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    rows = {"word": VOCAB, "token_type": config["type_vocab_size"]}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"embeddings.{name}_embeddings.weight": (number, HIDDEN) for name, number in rows.items() if number
+    }
+    shapes |= _norm("embeddings.LayerNorm")
+    for i in range(LAYERS):
+        at = f"layers.{i}"
+        shapes |= {f"{at}.self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qkvo"}
+        shapes |= {f"{at}.mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
+        shapes |= {f"{at}.mlp.down_proj.weight": (HIDDEN, INNER)}
+        shapes |= _norm(f"{at}.post_attention_layernorm") | _norm(f"{at}.post_mlp_layernorm")
+    return shapes
+
+
 def _head_shapes(family: str) -> dict[str, tuple[int, ...]]:
     if family == "bert":
         return _linear("bert.pooler.dense", HIDDEN) | _linear("classifier", 1)
-    if family == "xlm-roberta":
+    if family == "nomic_bert":
+        return _linear("nomic_bert.pooler.dense", HIDDEN) | _linear("classifier", 1)
+    if family != "modernbert":
         return _linear("classifier.dense", HIDDEN) | _linear("classifier.out_proj", 1)
     return {"head.dense.weight": (HIDDEN, HIDDEN), "head.norm.weight": (HIDDEN,)} | _linear("classifier", 1)
 
@@ -147,6 +210,8 @@ class Reference:
     def states(self, ids: list[int], start: int | None = None) -> np.ndarray:
         if self.config["model_type"] == "modernbert":
             return self._modern(ids)
+        if self.config["model_type"] == "nomic_bert":
+            return self._nomic(ids, len(ids) if start is None else start)
         return self._bert(ids, len(ids) if start is None else start)
 
     def score(self, ids: list[int], start: int | None = None) -> float:
@@ -155,14 +220,18 @@ class Reference:
             is_mean = self.config.get("classifier_pooling") == "mean"
             hidden = _gelu((states.mean(axis=0) if is_mean else states[0]) @ self.weights["head.dense.weight"].T)
             return float(self._linear(self._norm(hidden, "head.norm", 1e-5), "classifier")[0])
-        dense, out = ("pooler.dense", "classifier") if family == "bert" else ("classifier.dense", "classifier.out_proj")
+        has_pooler = family in ("bert", "nomic_bert")
+        dense, out = ("pooler.dense", "classifier") if has_pooler else ("classifier.dense", "classifier.out_proj")
         return float(self._linear(np.tanh(self._linear(states[0], dense)), out)[0])
 
     def _bert(self, ids: list[int], start: int) -> np.ndarray:
         weights, num, eps = self.weights, len(ids), self.config.get("layer_norm_eps", 1e-12)
         is_bert = self.config["model_type"] == "bert"
-        own = [i for i in range(num) if ids[i] != 1]
-        places = np.arange(num) if is_bert else np.array([1 + own.index(i) + 1 if i in own else 1 for i in range(num)])
+        pad = self.config.get("pad_token_id", 1)
+        own = [i for i in range(num) if ids[i] != pad]
+        places = (
+            np.arange(num) if is_bert else np.array([pad + own.index(i) + 1 if i in own else pad for i in range(num)])
+        )
         types = (np.arange(num) >= start).astype(int) if is_bert else np.zeros(num, int)
         parts = zip(("word", "position", "token_type"), (ids, places, types), strict=True)
         x = sum(weights[f"embeddings.{name}_embeddings.weight"][index] for name, index in parts)
@@ -190,6 +259,28 @@ class Reference:
             value, gate = np.split(self._norm(x, f"{at}.mlp_norm", 1e-5) @ self.weights[f"{at}.mlp.Wi.weight"].T, 2, -1)
             x = x + (_gelu(value) * gate) @ self.weights[f"{at}.mlp.Wo.weight"].T
         return self._norm(x, "final_norm", 1e-5)
+
+    def _nomic(self, ids: list[int], start: int) -> np.ndarray:
+        weights, num, size, config = self.weights, len(ids), HIDDEN // HEADS, self.config
+        eps, rope = config.get("layer_norm_eps", 1e-12), config.get("rope_parameters", {})
+        trained, base = config["max_position_embeddings"], rope.get("rope_theta", 1000.0)
+        if rope.get("rope_type") == "dynamic":
+            factor = rope["factor"]
+            base *= (factor * max(num, trained) / trained - (factor - 1)) ** (size / (size - 2))
+        x = weights["embeddings.word_embeddings.weight"][ids]
+        if config["type_vocab_size"]:
+            types = (np.arange(num) >= start).astype(int) if config["type_vocab_size"] > 1 else np.zeros(num, int)
+            x = x + weights["embeddings.token_type_embeddings.weight"][types]
+        x = self._norm(x, "embeddings.LayerNorm", eps)
+        for i in range(LAYERS):
+            at = f"layers.{i}"
+            q, k, v = (_heads(x @ weights[f"{at}.self_attn.{name}_proj.weight"].T) for name in "qkv")
+            mixed = _attend(_rotated(q, base), _rotated(k, base), v) @ weights[f"{at}.self_attn.o_proj.weight"].T
+            x = self._norm(x + mixed, f"{at}.post_attention_layernorm", eps)
+            gate, up = (x @ weights[f"{at}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+            inner = (gate / (1 + np.exp(-gate)) * up) @ weights[f"{at}.mlp.down_proj.weight"].T
+            x = self._norm(x + inner, f"{at}.post_mlp_layernorm", eps)
+        return x
 
     def _linear(self, x: np.ndarray, name: str) -> np.ndarray:
         return x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
@@ -224,15 +315,20 @@ def _rotated(x: np.ndarray, base: float) -> np.ndarray:
 
 @cache
 def tokenizer(family: str) -> Tokenizer:
-    """Return a tokenizer of the family's kind: WordPiece, Unigram, or BPE of bytes."""
-    special = {"bert": ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"), "xlm-roberta": ("<s>", "<pad>", "</s>", "<unk>")}
-    tokens = list(special.get(family, special["bert"]))
-    if family == "bert":
+    """Return a tokenizer of the family's kind: WordPiece, Unigram, or BPE of bytes. Its ids are below VOCAB."""
+    roberta = ["<s>", "<pad>", "</s>", "<unk>"]
+    special = {
+        "camembert": ["<s>NOTUSED", "<pad>", "</s>NOTUSED", "<unk>", "<unk>NOTUSED", "<s>", "</s>"],
+        "roberta": roberta,
+        "xlm-roberta": roberta,
+    }
+    tokens = special.get(family, ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
+    if family in ("bert", "nomic_bert"):
         made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         made.normalizer = normalizers.BertNormalizer(lowercase=True)
         made.pre_tokenizer, made.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
         trainer: Any = trainers.WordPieceTrainer(vocab_size=VOCAB, special_tokens=tokens, show_progress=False)
-    elif family == "xlm-roberta":
+    elif family in ("camembert", "xlm-roberta"):
         made = Tokenizer(models.Unigram())
         made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
         made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
@@ -247,8 +343,8 @@ def tokenizer(family: str) -> Tokenizer:
             vocab_size=VOCAB, special_tokens=tokens, initial_alphabet=alphabet, show_progress=False
         )
     made.train_from_iterator([*TEXTS, *(" ".join(pair) for pair in pairwise(TEXTS))], trainer)
-    begin, end = (tokens[0], tokens[2]) if family == "xlm-roberta" else (tokens[2], tokens[3])
-    pair = f"{begin} $A {end} {end} $B {end}" if family == "xlm-roberta" else f"{begin}:0 $A:0 {end}:0 $B:1 {end}:1"
+    begin, end = ("<s>", "</s>") if family in special else ("[CLS]", "[SEP]")
+    pair = f"{begin} $A {end} {end} $B {end}" if family in special else f"{begin}:0 $A:0 {end}:0 $B:1 {end}:1"
     known = [(token, made.token_to_id(token)) for token in (begin, end)]
     made.post_processor = processors.TemplateProcessing(f"{begin} $A {end}", pair, known)
     return made

@@ -49,7 +49,7 @@ class Embeds:
 
     def _work(self, parsed: ParsedRequest, is_list: bool) -> PlainJob:
         echo: EmbedEcho = parsed.echo
-        wanted = completed(self._context, echo.wanted, parsed.request)
+        wanted = completed(self._context, echo.wanted, parsed)
 
         async def work() -> PlainBody:
             found = await embed(self._context, wanted)

@@ -35,7 +35,7 @@ class EmbeddingsEndpoint:
 
     async def _job(self, parsed: ParsedRequest) -> PlainJob:
         wanted, is_base64 = parsed.echo
-        wanted = completed(self._context, wanted, parsed.request)
+        wanted = completed(self._context, wanted, parsed)
         return PlainJob(lambda: self._embed(wanted, is_base64), wanted.num_parallel)
 
     async def _embed(self, wanted: EmbedRequest, is_base64: bool) -> PlainBody:

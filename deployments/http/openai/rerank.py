@@ -36,7 +36,7 @@ class Rerank:
 
     async def _job(self, parsed: ParsedRequest) -> PlainJob:
         echo = parsed.echo
-        wanted = completed(self._context, echo.wanted, parsed.request)
+        wanted = completed(self._context, echo.wanted, parsed)
         return PlainJob(lambda: self._rerank(wanted, echo), wanted.num_parallel)
 
     async def _rerank(self, wanted: ScoreRequest, echo: RerankEcho) -> PlainBody:

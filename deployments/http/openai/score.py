@@ -35,7 +35,7 @@ class Score:
         return AnswerResponse(self._context, request.state.request_id, "score", ID_PREFIX, self._job)
 
     async def _job(self, parsed: ParsedRequest) -> PlainJob:
-        wanted = completed(self._context, parsed.echo, parsed.request)
+        wanted = completed(self._context, parsed.echo, parsed)
         return PlainJob(lambda: self._score(wanted), wanted.num_parallel)
 
     async def _score(self, wanted: ScoreRequest) -> PlainBody:

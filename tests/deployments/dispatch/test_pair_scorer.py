@@ -161,7 +161,7 @@ def scored(scorer: PairScorer, request: ScoreRequest) -> tuple[tuple[float, ...]
         vector = np.array([len(str(request.raw_prompt)), 1.0])
         return (vector / np.linalg.norm(vector)).astype("<f4").tobytes(), 2
 
-    async def compute(texts: Sequence[ChatRequest], num_parallel: int) -> TextResults:
+    async def compute(texts: Sequence[ChatRequest], num_parallel: int, max_open: int | None) -> TextResults:
         asked.extend(texts)
         return [result(text) for text in texts]
 

@@ -50,7 +50,7 @@ def groups_of(texts: list[ChatRequest], num_parallel: int = 4, num_engines: int 
     """The prompts of each group; the results must be those of the texts."""
     asked: list[list[str]] = []
 
-    async def compute(group: Sequence[ChatRequest], share: int) -> TextResults:
+    async def compute(group: Sequence[ChatRequest], share: int, max_open: int | None) -> TextResults:
         asked.append([str(one.raw_prompt) for one in group])
         await asyncio.sleep(0)
         return [(str(one.raw_prompt).encode(), index) for index, one in enumerate(group)]
@@ -84,26 +84,32 @@ def test_texts_are_divided_among_engines():
 @pytest.mark.parametrize(("num_parallel", "num_engines", "num_groups"), [(4, 1, 2), (4, 4, 4), (1, 4, 1), (8, 3, 6)])
 def test_groups_under_way_share_the_texts_that_the_request_counts_for(num_parallel, num_engines, num_groups):
     shares: list[int] = []
+    limits: list[int | None] = []
     most = num_running = 0
 
-    async def compute(group: Sequence[ChatRequest], share: int) -> TextResults:
+    async def compute(group: Sequence[ChatRequest], share: int, max_open: int | None) -> TextResults:
         nonlocal most, num_running
         num_running += 1
         most = max(most, num_running)
         shares.append(share)
+        limits.append(max_open)
         for _ in range(3):
             await asyncio.sleep(0)
         num_running -= 1
         return [(b"", 0)] * len(group)
 
-    run(lambda: each([text(i) for i in range(500)], compute, num_parallel, num_engines))
-    assert most == num_groups and set(shares) == {num_parallel // num_groups}
+    texts = [text(i) for i in range(500)]
+    for max_open in (None, num_parallel, 9):
+        run(lambda max_open=max_open: each(texts, compute, num_parallel, num_engines, max_open=max_open))
+        assert most == num_groups and set(shares) == {num_parallel // num_groups}
+        assert set(limits) == {None if max_open is None else max_open // num_groups}
+        limits.clear()
 
 
 def test_the_first_error_cancels_the_other_groups():
     ended: list[str] = []
 
-    async def compute(group: Sequence[ChatRequest], share: int) -> TextResults:
+    async def compute(group: Sequence[ChatRequest], share: int, max_open: int | None) -> TextResults:
         if group[0].raw_prompt == "bad":
             await asyncio.sleep(0)
             raise InvalidRequest("no", group[0].prompt_field)
@@ -144,7 +150,7 @@ class Graph(FakeHandle):
     """
 
     streams: list[list[Item]] = field(default_factory=list)
-    sent: list[tuple[str, list[str], int]] = field(default_factory=list)
+    sent: list[tuple[Any, ...]] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     unplannable: dict[str, OrchardError] = field(default_factory=dict)
     num_engines: int = 2
@@ -154,7 +160,7 @@ class Graph(FakeHandle):
         graph: Any = self
 
         async def go() -> TextResults:
-            return await EngineClient(graph, {Route.TEXT: graph}, **options).compute(texts, 3)
+            return await EngineClient(graph, {Route.TEXT: graph}, **options).compute(texts, 3, 5)
 
         found = run(go)
         assert [num_tokens for _, num_tokens in found] == [len(str(one.raw_prompt)) for one in texts]
@@ -168,9 +174,9 @@ class Graph(FakeHandle):
             self.log.append("plan")
             return FakeCall(self.planned(*arguments), lambda: self.log.append("cancel plan"))
         assert self.chosen["method_name"] == "generate_group"
-        requests, num_parallel = arguments
+        requests, num_parallel, max_open = arguments
         node = self.chosen["session_id"].removeprefix("node:").removesuffix("@0")
-        self.sent.append((node, [one.request_id for one in requests], num_parallel))
+        self.sent.append((node, [one.request_id for one in requests], num_parallel, max_open))
         return FakeStream(self.streams.pop(0), lambda: self.log.append("cancel"), lambda: self.log.append("end"))
 
     def planned(self, texts: Sequence[ChatRequest]) -> list[EngineRequest | OrchardError]:
@@ -192,15 +198,15 @@ NAMES = [one.request_id for one in TEXTS]
 def test_a_group_is_planned_by_one_call_and_computed_by_one_and_the_call_is_read_to_its_end():
     graph = Graph(streams=[[ends(2), GroupEnds(), ends(0, 3), ends(1)]])
     assert graph.compute(TEXTS) == [b"%4d" % i for i in range(4)]
-    [(node, names, num_parallel)] = graph.sent
-    assert node in ("node-0", "node-1") and (names, num_parallel) == (NAMES, 3)
+    [(node, names, *limits)] = graph.sent
+    assert node in ("node-0", "node-1") and (names, limits) == (NAMES, [3, 5])
     assert graph.log == ["plan", "end", "cancel"]
 
 
 def test_only_texts_without_a_result_are_computed_again_when_an_engine_dies():
     graph = Graph(streams=[[ends(0, 2), ActorDiedError()], [ends(1), ends(0)]])
     assert graph.compute(TEXTS) == [b"   0", b"   0", b"   2", b"   1"]
-    [(first, all_names, _), (second, names, _)] = graph.sent
+    [(first, all_names, *_), (second, names, *_)] = graph.sent
     assert (all_names, names) == (NAMES, ["e-1", "e-3"]) and first != second
 
 
@@ -222,7 +228,7 @@ def test_groups_under_way_at_once_go_to_different_engines():
         assert not client._groups_at
 
     run(go)
-    nodes = [node for node, _, _ in graph.sent]
+    nodes = [node for node, *_ in graph.sent]
     assert all({first, second} == {"node-0", "node-1"} for first, second in zip(nodes[::2], nodes[1::2], strict=True))
 
 
@@ -314,7 +320,7 @@ def test_a_client_that_leaves_cancels_the_call():
     graph: Any = Graph(streams=[[ends(0), 3600.0]])
 
     async def go() -> None:
-        task = asyncio.ensure_future(EngineClient(graph, {Route.TEXT: graph}).compute(TEXTS, 3))
+        task = asyncio.ensure_future(EngineClient(graph, {Route.TEXT: graph}).compute(TEXTS, 3, 5))
         while not graph.sent:
             await asyncio.sleep(0)
         await asyncio.sleep(0.01)

@@ -230,6 +230,40 @@ def test_tokens_of_an_answer_are_charged_and_its_rows_freed_when_its_client_disc
     assert b"max_rows" in second.body and b"max_tokens_per_minute" in third.body
 
 
+# Requests with several texts, each of which is a choice in flight while it is computed
+TEXTS = ["a", "bb", "ccc", "dddd", "eeeee"]
+SEVERAL = {
+    "/v1/embeddings": {"input": TEXTS},
+    "/v1/rerank": {"query": "q", "documents": TEXTS},
+    "/v1/score": {"text_1": "q", "text_2": TEXTS},
+    "/api/embed": {"input": TEXTS},
+}
+
+
+@pytest.mark.parametrize("path", SEVERAL)
+@pytest.mark.parametrize(("max_rows", "num_parallel"), [(1, 1), (3, 3), (4, 4), (9, 4)])
+def test_a_request_with_several_texts_opens_at_most_as_many_at_once_as_its_key_may(
+    ask: Any, make_keyed: Any, backend: Any, path: str, max_rows: int, num_parallel: int
+):
+    ask.app = make_keyed({"max_rows": max_rows})
+    for _ in range(2):  # the first one leaves nothing in flight
+        answer = ask("POST", path, bearer(ANN), {"model": "org/demo", **SEVERAL[path]})
+        assert answer.status_code == 200, answer.text
+    for wanted in (*backend.embeds, *backend.scores):
+        assert (wanted.num_parallel, wanted.max_open) == (num_parallel, max_rows)
+    ask("POST", path, bearer(BOB), {"model": "org/demo", **SEVERAL[path]})
+    [*_, wanted] = (*backend.embeds, *backend.scores)
+    assert (wanted.num_parallel, wanted.max_open) == (4, None)
+
+
+def test_more_choices_of_an_answer_than_max_rows_stay_refused(ask: Any, make_keyed: Any, backend: Any):
+    ask.app = make_keyed({"max_rows": 2})
+    answer = chat(ask, ANN, n=3)
+    assert answer.status_code == 400 and "`n` is 3: the API key 'ann' may have 2 choices in flight" in answer.text
+    backend.script = [TextDelta("Hel", 1, "stop", index=index) for index in range(2)]
+    assert chat(ask, ANN, n=2).status_code == 200
+
+
 def test_anthropics_routes_have_anthropics_headers(ask: Any, make_keyed: Any):
     ask.app = make_keyed({"max_requests_per_minute": 2})
     headers = ask("POST", "/v1/messages", {"x-api-key": ANN}, {}).headers

@@ -33,7 +33,10 @@ def test_texts_and_pairs_have_the_tokens_that_the_tokenizer_itself_gives_them(tm
         ours.encode_pair(QUERY, DOCUMENT, PromptLimit(num_tokens - 1, num_output_tokens=0))
 
 
-@pytest.mark.parametrize(("family", "separator"), [("bert", "[SEP]"), ("xlm-roberta", "</s>"), ("modernbert", "[SEP]")])
+@pytest.mark.parametrize(
+    ("family", "separator"),
+    [(family, "[SEP]" if "</s>" not in tokenizer(family).get_vocab() else "</s>") for family in CONFIGS],
+)
 def test_a_document_cannot_spell_the_token_that_separates_it_from_the_query(tmp_path, family, separator):
     ours = ChatTokenizer(make_cross_encoder(tmp_path / "model", family))
     separator_id = tokenizer(family).token_to_id(separator)
@@ -99,8 +102,9 @@ def test_an_embedding_model_that_lowercases_says_so(tmp_path):
     assert model is not None and (model.max_tokens, model.lowercases) == (64, True)
 
 
-def test_xlm_roberta_has_fewer_positions_than_its_table():
+def test_robertas_have_fewer_positions_than_their_tables():
     for family in CONFIGS:
         assert encoder_refusal(config_of(family)) is None
         assert context_limit(config_of(family)) == POSITIONS
-    assert context_limit(config_of("xlm-roberta", pad_token_id=4)) == POSITIONS - 3
+    for family in ("camembert", "roberta", "xlm-roberta"):
+        assert context_limit(config_of(family, pad_token_id=4)) == POSITIONS - 3

@@ -29,9 +29,14 @@ from engine.worker.model_report import report
 from engine.worker.patches import modernbert_gelu
 from engine.worker.runner_factory import make_runner
 from tests.support.driver import Driver, fix_prefill_costs
-from tests.support.encoders import LAYERS, POSITIONS, Reference, make_cross_encoder, make_encoder
+from tests.support.encoders import CONFIGS, LAYERS, POSITIONS, Reference, make_cross_encoder, make_encoder
 
 LENGTHS = (1, 9, 40, 90, 12)
+DYNAMIC: dict[str, Any] = {
+    "max_position_embeddings": 30,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0},
+}
+"""Two of LENGTHS are beyond the trained ones of a NomicBERT, which has a rope that grows with the text."""
 TOLERANCE = 5e-6
 """Tolerance of a vector of length 1 in float32, against float64."""
 
@@ -76,6 +81,12 @@ def together(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bert", "cls_token", {}),
         ("bert", "lasttoken", {"layer_norm_eps": 1e-3}),
         ("xlm-roberta", "mean_tokens", {}),
+        ("roberta", "mean_tokens", {}),
+        ("roberta", "cls_token", {"pad_token_id": 0, "max_position_embeddings": POSITIONS + 1, "type_vocab_size": 2}),
+        ("camembert", "cls_token", {"layer_norm_eps": 1e-3}),
+        ("nomic_bert", "mean_tokens", {}),
+        ("nomic_bert", "cls_token", {"type_vocab_size": 0, "rope_parameters": {"rope_theta": 50.0}}),
+        ("nomic_bert", "mean_tokens", {"layer_norm_eps": 1e-3, **DYNAMIC}),
         ("modernbert", "mean_tokens", {}),
         ("modernbert", "cls_token", {"local_attention": 200}),
     ],
@@ -83,7 +94,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_embeddings_are_those_of_transformers_alone_together_and_in_another_order(tmp_path, family, mode, changes):
     path = make_encoder(tmp_path / "model", family, mode, **changes)
     texts = {f"e{n}": tokens(n, seed=n) for n in LENGTHS}
-    texts["e9"][4] = 1  # the padding of XLM-RoBERTa, which has no position of its own
+    texts["e9"][4] = 1  # the padding of RoBERTas, which has no position of its own
     reference = Reference(path)
     expected = {name: pooled(reference.states(ids), mode) for name, ids in texts.items()}
     runner, pooling = cold(path), choose_pooling(EmbeddingConfig(), path)
@@ -102,7 +113,10 @@ def test_embeddings_are_those_of_transformers_alone_together_and_in_another_orde
 @pytest.mark.usefixtures("together")
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("bert", {}), ("xlm-roberta", {}), ("modernbert", {}), ("modernbert", {"classifier_pooling": "mean"})],
+    [
+        *(("bert", {}), ("xlm-roberta", {}), ("modernbert", {}), ("modernbert", {"classifier_pooling": "mean"})),
+        *(("roberta", {}), ("camembert", {}), ("nomic_bert", {}), ("nomic_bert", DYNAMIC)),
+    ],
 )
 def test_scores_are_those_of_transformers_alone_together_and_in_another_order(tmp_path, family, changes):
     path = make_cross_encoder(tmp_path / "model", family, **changes)
@@ -144,8 +158,9 @@ def test_no_step_divides_a_text_and_a_step_begins_no_text_that_it_has_no_tokens_
     assert all(len(step) <= 1 for step in steps)  # no two of them fit into 64 tokens together
 
 
-def test_a_warm_encoder_knows_what_texts_take_and_refuses_one_that_never_fits(tmp_path):
-    runner = make_runner(config_of(make_encoder(tmp_path / "model", "modernbert")), lambda progress: None)
+@pytest.mark.parametrize("family", ["modernbert", "nomic_bert"])
+def test_a_warm_encoder_knows_what_texts_take_and_refuses_one_that_never_fits(tmp_path, family):
+    runner = make_runner(config_of(make_encoder(tmp_path / "model", family)), lambda progress: None)
     assert isinstance(runner, EncoderRunner)
     costs, times = runner.costs, runner.chunk_times
     assert costs.base_bytes > 0 and costs.token_step_bytes > 0 and costs.pair_bytes > 0
@@ -187,7 +202,7 @@ def test_requests_that_an_encoder_cannot_answer_are_refused_by_field(tmp_path):
 
 
 def test_a_text_beyond_the_positions_is_refused_with_both_numbers(tmp_path):
-    for family in ("bert", "xlm-roberta", "modernbert"):
+    for family in CONFIGS:
         runner = cold(make_encoder(tmp_path / family, family))
         assert runner.max_context_tokens == POSITIONS
         driver = Driver(runner)
@@ -197,9 +212,10 @@ def test_a_text_beyond_the_positions_is_refused_with_both_numbers(tmp_path):
             check_request(request("e", tokens(POSITIONS + 1, 1), pooling="mean"), EngineConfig(), runner)
 
 
-def test_low_precision_changes_embeddings_and_scores_by_rounding_alone(tmp_path):
+@pytest.mark.parametrize("family", ["modernbert", "nomic_bert"])
+def test_low_precision_changes_embeddings_and_scores_by_rounding_alone(tmp_path, family):
     for make, fields in ((make_encoder, {}), (make_cross_encoder, {"pair_start": 4})):
-        path = make(tmp_path / make.__name__, "modernbert")
+        path = make(tmp_path / make.__name__, family)
         found = []
         for dtype in ("float32", "bfloat16"):
             driver = Driver(cold(path, dtype=dtype))
@@ -230,6 +246,12 @@ def test_the_report_and_the_terminal_say_what_an_encoder_gives(tmp_path):
         ("bert", {"is_decoder": True}, "is_decoder True"),
         ("bert", {"architectures": ["BertForTokenClassification"]}, "BertForTokenClassification gives neither"),
         ("xlm-roberta", {"max_position_embeddings": 2}, "max_position_embeddings 2"),
+        ("roberta", {"hidden_act": "gelu_new"}, "hidden_act 'gelu_new'; supported is gelu"),
+        ("roberta", {"pad_token_id": None}, "pad_token_id None, from which positions are counted"),
+        ("camembert", {"position_embedding_type": "relative_key_query"}, "position_embedding_type"),
+        ("camembert", {"pad_token_id": -1}, "pad_token_id -1"),
+        ("roberta", {"add_cross_attention": True}, "add_cross_attention True"),
+        ("roberta", {"architectures": ["RobertaForCausalLM"]}, "RobertaForCausalLM gives neither"),
         ("modernbert", {"hidden_activation": "silu"}, "hidden_activation 'silu'"),
         ("modernbert", {"classifier_activation": "relu"}, "classifier_activation 'relu'"),
     ],
@@ -241,6 +263,19 @@ def test_encoders_with_another_arithmetic_are_refused_by_name_before_their_weigh
     (path / "model.safetensors").unlink()
     with pytest.raises(EngineFailed, match=reason):
         encoder_loader.open_encoder(config_of(path))
+
+
+def test_constants_that_config_json_leaves_out_are_those_of_transformers(tmp_path):
+    for family, expected in {"roberta": (1e-12, 2), "camembert": (1e-12, 2), "nomic_bert": (1e-12, 2)}.items():
+        path = make_encoder(tmp_path / family, family, type_vocab_size=2)
+        config = json.loads((path / "config.json").read_text())
+        for name in ("layer_norm_eps", "type_vocab_size", "pad_token_id"):
+            config.pop(name, None)
+        (path / "config.json").write_text(json.dumps(config))
+        opened = encoder_loader.open_encoder(config_of(path))
+        found = opened.module.config
+        assert (found.layer_norm_eps, found.type_vocab_size) == expected
+        assert opened.max_context_tokens == POSITIONS
 
 
 @pytest.mark.parametrize(("labels", "number"), [({"0": "no", "1": "maybe", "2": "yes"}, 3), (None, 2)])
@@ -297,8 +332,9 @@ def test_the_names_and_ropes_of_newer_and_older_checkpoints_are_read(tmp_path):
     assert mx.array_equal(cold(path)._model.hidden([np.array(tokens(50, 1), np.int32)], [None]), known)
 
 
-def test_quantized_weights_give_the_embeddings_of_the_expanded_ones(tmp_path):
-    path = make_encoder(tmp_path / "model", "bert")
+@pytest.mark.parametrize("family", ["bert", "nomic_bert"])
+def test_quantized_weights_give_the_embeddings_of_the_expanded_ones(tmp_path, family):
+    path = make_encoder(tmp_path / "model", family)
     module = encoder_loader.open_encoder(config_of(path)).module
     nn.quantize(module, group_size=32, bits=8)
     mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(module.parameters())))

@@ -113,7 +113,7 @@ def test_embedding_request_without_a_ready_engine_is_a_503(embed, backend):
 
 
 def test_results_keep_the_order_of_the_prompts_and_their_tokens_are_added():
-    async def compute(texts: Sequence[ChatRequest], num_parallel: int) -> TextResults:
+    async def compute(texts: Sequence[ChatRequest], num_parallel: int, max_open: int | None) -> TextResults:
         for _ in range(len(str(texts[0].raw_prompt)) * 7 % 5):
             await asyncio.sleep(0)
         return [(str(text.raw_prompt).encode() * 4, 2) for text in texts]
@@ -126,7 +126,7 @@ def test_results_keep_the_order_of_the_prompts_and_their_tokens_are_added():
 def test_dimensions_other_than_those_of_the_model_are_refused_after_the_first_group():
     asked = 0
 
-    async def compute(texts: Sequence[ChatRequest], num_parallel: int) -> TextResults:
+    async def compute(texts: Sequence[ChatRequest], num_parallel: int, max_open: int | None) -> TextResults:
         nonlocal asked
         asked += 1
         return [(bytes(4 * 192), 1) for _ in texts]
