@@ -36,8 +36,8 @@ async def generate_group(
     Args:
         engine: The engine.
         requests: The requests, of which num_parallel are open at once. More are open while at most half of max_running
-            choices are, of this group and all others, as long as those of the group have no more tokens than a step:
-            they share forwards, and leave room for a request that arrives.
+            and at most max_queue choices are, of this group and all others, as long as those of the group have no more
+            tokens than a step: they share forwards, and leave room for a request that arrives.
         num_parallel: See `requests`.
         heartbeat_period_s: Longest time without a message; one without ends is yielded then.
         max_open: Most requests of the group that are open at once, at least num_parallel; None: any number.
@@ -47,7 +47,8 @@ async def generate_group(
     """
     waiting, began_s = deque(enumerate(requests)), monotonic()
     running: dict[asyncio.Future[TokenChunk], int] = {}
-    num_idle_open, max_tokens = engine.config.max_running // 2, engine.config.prefill_chunk_tokens
+    num_idle_open = min(engine.config.max_running // 2, engine.config.max_queue)
+    max_tokens = engine.config.prefill_chunk_tokens
     try:
         while waiting or running:
             num_others = engine.num_open_choices - len(running)

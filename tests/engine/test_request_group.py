@@ -107,6 +107,14 @@ def test_an_idle_engine_takes_a_steps_worth_and_a_busy_one_what_the_request_coun
     assert (len(found), engine.most) == (40, most)
 
 
+@pytest.mark.parametrize(("max_queue", "most"), [(0, 4), (6, 6), (100, 16)])
+def test_what_a_request_does_not_count_for_fits_beside_the_queue(max_queue, most):
+    """Choices beyond max_running + max_queue are refused; the ingress has promised room for those that are counted."""
+    engine = HeldEngine(max_running=32, max_queue=max_queue, prefill_chunk_tokens=2048)
+    asyncio.run(read(engine, [text(i) for i in range(40)]))
+    assert engine.most == most
+
+
 @pytest.mark.parametrize("max_open", [1, 3, 8])
 def test_an_idle_engine_takes_no_more_at_once_than_the_limit_of_the_requests_key(max_open):
     engine = HeldEngine(max_running=32, prefill_chunk_tokens=2048)
