@@ -129,3 +129,20 @@ def without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
     """Return a copy of a tokenizer that spells control strings in ordinary tokens."""
     description = json.loads(tokenizer.to_str())
     return Tokenizer.from_str(json.dumps({**description, "added_tokens": [], "post_processor": None}))
+
+
+def unmarked(tokenizer: Tokenizer, words: str) -> Tokenizer:
+    """Return a tokenizer in which words are no special tokens, so that decoding keeps them; a copy if any of them is.
+
+    Args:
+        tokenizer: The tokenizer.
+        words: See ControlTokens.
+    """
+    added = tokenizer.get_added_tokens_decoder().values()
+    marked = {token.content for token in added if token.special and re.fullmatch(words, token.content)}
+    if not marked:
+        return tokenizer
+    description = json.loads(tokenizer.to_str())
+    for token in description["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in marked
+    return Tokenizer.from_str(json.dumps(description))

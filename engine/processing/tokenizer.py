@@ -16,7 +16,7 @@ from engine.processing.answer_parser import AnswerParser, AnswerRules
 from engine.processing.boundaries import Messages, RenderedPrompt, find_boundaries
 from engine.processing.chat_template import ChatTemplate
 from engine.processing.checkpoint import read_config, read_optional_json
-from engine.processing.control_tokens import ControlTokenEscaper, ControlTokens, any_of, encode_inside
+from engine.processing.control_tokens import ControlTokenEscaper, ControlTokens, any_of, encode_inside, unmarked
 from engine.processing.conversation import Conversation, TemplateForms, convert
 from engine.processing.detokenizer import Detokenizer, TokenBytes, TokenDecoder
 from engine.processing.generation_defaults import GenerationDefaults
@@ -75,18 +75,16 @@ class ChatTokenizer:
             adds_beginning=family is not None
             and family.begins_prompts(read_optional_json(model_dir / "tokenizer_config.json")),
         )
-        self._tokenizer: Tokenizer = self._template.backend_tokenizer
+        words = "" if family is None else family.plain_tokens
+        self._tokenizer: Tokenizer = unmarked(self._template.backend_tokenizer, words)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._bound = TokenBound(self._tokenizer)
         self.token_bytes = TokenBytes(self._tokenizer)
         self.image_token_id: int | None = image_token_id(config)
         self._strings = strings = self._special_strings(model_dir, config)
-        self._control = ControlTokens(
-            self._tokenizer,
-            words="" if family is None else family.plain_tokens,
-            texts=[family.marker(strings)] if family is not None and family.marker_is_text and strings else [],
-        )
+        texts = [family.marker(strings)] if family is not None and family.marker_is_text and strings else []
+        self._control = ControlTokens(self._tokenizer, words, texts)
         self._placeholder = one_run if family is None else family.placeholder
         self._images_first = None if family is None else family.images_first
         self._media_markers = None if self._strings is None else self._find_markers(config, family, self._strings)

@@ -20,7 +20,7 @@ from engine.worker.drafter import DraftHead
 from engine.worker.kv_cache import Cursor, SequenceCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.pool_layer import PooledCache, PoolInputs, Windows, at_slots, window_positions
-from engine.worker.prefill import PromptState
+from engine.worker.prefill import PromptState, waits
 from engine.worker.quantized_kv import format_of
 from engine.worker.recurrent_layer import stacked
 from engine.worker.rewind import has_recurrent_layers
@@ -366,7 +366,8 @@ class BurstPrefill:
         if self._head is not None and (read := self._head.read(hidden, token_ids)) is not None:
             self._prime(self._head, prompts, starts, read)
             for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-                prompt.hidden = mx.contiguous(read[i : i + 1, length - 1 : length])
+                if waits(self._head, prompt):
+                    prompt.hidden = mx.contiguous(read[i : i + 1, length - 1 : length])
         waiting = [prompt.hidden for prompt in prompts if prompt.hidden is not None]
         mx.eval([layer.state for prompt in prompts for layer in prompt.layers], waiting, logits)
         at = {i: n for n, i in enumerate(complete)}

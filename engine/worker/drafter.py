@@ -173,19 +173,22 @@ class Drafter:
         cache = self._cache.at(at, extent + num_drafts + 1 + self._head.lead)
         return block.states(newest, cache, at[:, None] + mx.arange(num_drafts + 1))
 
-    def row(self, index: int, num_tokens: int) -> tuple[SequenceCache, mx.array]:
+    def row(self, index: int, num_tokens: int) -> tuple[SequenceCache, mx.array | None]:
         """Return one row's state as after a prompt of `num_tokens` tokens. Waits for the device.
 
         All pending pairs but the last go into a copy of the row's cache; the group does not change.
 
         Returns:
-            Its cache, and the pending hidden state [1, 1, hidden].
+            Its cache, and the pending hidden state [1, 1, hidden]; no layers and None with a head that shares the
+            target's keys and values, which needs neither of a prompt before its last token.
         """
+        if self._head.sharing is not None:
+            return [], None
         num_waiting = int(np.array(self.pending.count)[index])
         last = num_waiting - 1
         ids, hidden = self.pending.token_ids[index : index + 1], self.pending.hidden[index : index + 1]
         cache = self._cache.row(index, num_tokens - num_waiting + self._head.lead)
-        if last and cache:
+        if last:
             self._head.prime(ids[:, :last], hidden[:, :last], cache)
         return cache, hidden[:, last:num_waiting]
 

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
+
 from engine.config import DraftLimits, EngineConfig
 from engine.core.runner import Drafts, Proposer
 from engine.worker.draft_model import DraftModel
@@ -86,6 +89,16 @@ def most_draft_tokens(drafts: Sequence[Drafts]) -> int:
 def most_pending(head: DraftHead | None, drafts: Sequence[Drafts]) -> int:
     """Return the most tokens of a row whose hidden states wait for the head: of a step, if it needs only the newest."""
     return MAX_PENDING if head is None or head.sharing is None else most_draft_tokens(drafts) + 1
+
+
+def hidden_bytes(head: DraftHead | None, language_model: LanguageModel) -> int:
+    """Return the bytes of a token's hidden state as the head reads it; 0 without a head. Computes nothing."""
+    if head is None:
+        return 0
+    token, cache = mx.zeros((1, 1), mx.int32), language_model.make_cache()
+    hidden = language_model.extend(token, None, cache, np.zeros((3, 1, 1), np.int32), launch=False)
+    read = head.read(hidden, token)
+    return 0 if read is None else read.nbytes
 
 
 def _lengths_of(head: DraftHead, keeps_states: bool) -> Sequence[int]:

@@ -57,6 +57,7 @@ def measure(
     num_heads: int,
     head_layers: int,
     pending_tokens: int,
+    hidden_bytes: int,
     kv_formats: Sequence[KVFormat] = (),
     expanded_bytes: int = 0,
 ) -> MemoryCosts:
@@ -69,6 +70,7 @@ def measure(
         drafts: The ways to draft.
         head_layers: Attention layers of the MTP head or draft model, which come last.
         pending_tokens: The most tokens of a row whose hidden states wait for the head.
+        hidden_bytes: Of one such hidden state; 0 without a head.
         num_heads: Query heads of an attention layer, whose scores in a step are too small to be measured.
         kv_formats: Of the layers whose keys and values are quantized.
         expanded_bytes: Of the largest weights that are expanded for more rows than the probes' steps have.
@@ -80,7 +82,7 @@ def measure(
     scores = MARGIN * num_heads * (max_drafts + 1) * SCORE_BYTES
     base, blocks = mx.get_active_memory() + LATE_BYTES, attention_cpu.max_queries()
     costs = replace(
-        _exact(snapshot, max_drafts, head_layers, pending_tokens),
+        _exact(snapshot, max_drafts, head_layers, pending_tokens, hidden_bytes),
         base_bytes=base,
         slot_step_bytes=scores,
         max_queries=blocks,
@@ -91,14 +93,15 @@ def measure(
     return costs if vision is None else replace(costs, **_of_images(vision))
 
 
-def _exact(snapshot: StateSnapshot, max_drafts: int, head_layers: int, pending_tokens: int) -> MemoryCosts:
+def _exact(
+    snapshot: StateSnapshot, max_drafts: int, head_layers: int, pending_tokens: int, hidden_bytes: int
+) -> MemoryCosts:
     layers = snapshot.segment.keys_values
     slots = [slot_bytes(layer) / ratio for layer, ratio in zip(layers, snapshot.ratios, strict=True)]
     pairs = list(zip(snapshot.windows, snapshot.states, strict=True))
     windows, window_slots, states = ring_bytes([(window, slot_bytes(state)) for window, state in pairs if window])
     states += [sum(array.nbytes for array in state) for window, state in pairs if not window]
     num_arrays = 2 * len(layers) + sum(map(len, snapshot.states)) + 1
-    hidden = 0 if snapshot.hidden is None else snapshot.hidden.nbytes
     head = int(sum(slots[len(slots) - head_layers :]))
     shares = [max(sizes) / sum(sizes) for sizes in (slots, states, windows) if sum(sizes)]
     return MemoryCosts(
@@ -111,8 +114,8 @@ def _exact(snapshot: StateSnapshot, max_drafts: int, head_layers: int, pending_t
         max_snapshots=_max_arrays() // num_arrays,
         slots_step=SLOTS_STEP,
         overshoot=2 * (max_drafts + 1) + 1,
-        pending_bytes=hidden * 3 // 2 + head,  # rewritten in each step
-        pending_tokens=pending_tokens if hidden else 0,
+        pending_bytes=hidden_bytes * 3 // 2 + head,  # rewritten in each step
+        pending_tokens=pending_tokens if hidden_bytes else 0,
     )
 
 

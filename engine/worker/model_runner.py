@@ -50,7 +50,7 @@ from engine.worker import (
 from engine.worker.burst import EQUAL_LENGTHS, BurstPrefill
 from engine.worker.decode import JoiningRow
 from engine.worker.decode_batch import DecodeBatch
-from engine.worker.drafting import drafting_head, drafts_offered, most_pending
+from engine.worker.drafting import drafting_head, drafts_offered, hidden_bytes, most_pending
 from engine.worker.fast_paths import FastPaths
 from engine.worker.language_model import LanguageModel
 from engine.worker.log_odds import log_odds, unsupported_reason
@@ -199,10 +199,11 @@ class MLXRunner:
         cache = [*self._language_model.make_cache(), *head_cache]
         kv_formats = [format_of(layer) for layer in cache if appends(layer)]
         quantized = [kv_format for kv_format in kv_formats if kv_format is not None]
-        in_head, pending = sum(map(appends, head_cache)), most_pending(self._head, self.drafts)
+        pending = most_pending(self._head, self.drafts), hidden_bytes(self._head, self._language_model)
+        head = sum(map(appends, head_cache)), *pending
         lm, measured = self._language_model.lm, (self, a_snapshot, self._vision, self.drafts)
         expanded = quantized_cuda.most_expanded_bytes(lm)
-        costs = memory_costs.measure(*measured, num_heads, in_head, pending, quantized, expanded)
+        costs = memory_costs.measure(*measured, num_heads, *head, quantized, expanded)
         has_masks = "full" in self._prefill.both_ways or self.whole_prompts is not None
         return attention_costs.with_attention(costs, lm, a_snapshot, num_heads, kv_formats, has_masks)
 

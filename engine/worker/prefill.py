@@ -53,7 +53,7 @@ class PromptState:
     head_cache: SequenceCache | None = None
     """The cache of the MTP head or draft model; None without either."""
     hidden: mx.array | None = None
-    """Last hidden state [1, 1, hidden], which the head has not read yet; None without a head."""
+    """Last hidden state [1, 1, hidden], which the head has not read yet; None without a head, see `waits`."""
     features: list[mx.array] = field(default_factory=list)
     """Features of the images encoded so far."""
     all_features: mx.array | None = None
@@ -258,6 +258,8 @@ class Prefill:
 
         A head without a cache reads none of them.
         """
+        if not waits(head, prompt):
+            return
         assert prompt.head_cache is not None
         before, start = hidden[:, :-1], prompt.done - hidden.shape[1]
         if prompt.hidden is not None:
@@ -300,6 +302,15 @@ def _check_images(image_index: np.ndarray, computed: np.ndarray) -> None:
     num_missing = len(image_index) - int(np.isin(image_index, computed).sum())
     if num_missing:
         raise InvalidRequest(f"the prefill plan omits {num_missing} of {len(image_index)} image tokens", "messages")
+
+
+def waits(head: DraftHead, prompt: PromptState) -> bool:
+    """Return whether a prompt's newest hidden state waits for the head.
+
+    A head that shares the target's keys and values reads only the state of a prompt's last token. Before it nothing but
+    the caches is evaluated, so the target's layers behind its last own keys and values are not computed.
+    """
+    return head.sharing is None or prompt.done == len(prompt.token_ids)
 
 
 def first_tokens(rows: Sequence[Row], logits: mx.array, vocab_size: int) -> list[RowOutput]:

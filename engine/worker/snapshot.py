@@ -84,7 +84,7 @@ class StateSnapshot:
     num_tokens: int  # Tokens before its boundary.
     segment: KVSegment  # Its own KV segment.
     states: tuple[tuple[mx.array, ...], ...]  # Slots of each recurrent layer; keys and values of each window's tokens.
-    hidden: mx.array | None  # [1, 1, hidden], the last one, which the MTP head has not read yet; None without a head.
+    hidden: mx.array | None  # [1, 1, hidden], the last one, which the head has not read yet; None where none waits.
     windows: tuple[int, ...]  # Per state the tokens of the layer's window; 0 for a recurrent layer.
     ratios: tuple[int, ...]  # Per attention layer the tokens of a slot: more than one for a pool.
     kv_lags: tuple[int, ...]  # Per attention layer the tokens that it lacks: the MTP head has read one pair less.

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from mlx_vlm.models.deepseek_vl_v2.conversation import get_conv_template
 from PIL import Image
+from tokenizers import Tokenizer
 
 from engine.errors import EngineFailed
+from engine.processing.answer_parser import AnswerRules
 from engine.processing.checkpoint import images_unsupported_reason, read_config
 from engine.processing.images import ImagePreprocessor
 from engine.processing.padded_anyres_grid import PaddedAnyresGrid
@@ -111,6 +113,23 @@ def test_texts_may_spell_the_tokens_around_places_and_no_role(tmp_path: Path):
         assert found == [1, 1, 1]
         roles = int((ids == IDS["<start>"]).sum())
         assert roles == ("vl2" in path.parts) and not (ids == IDS["<image>"]).any()
+
+
+def test_answers_keep_the_tokens_around_places_and_no_role(tmp_path: Path):
+    """They are special tokens of the tokenizers, as the library's processor adds them."""
+    said = "<|ref|>the <|grounding|>cät<|/ref|> is there"
+    for path in (plain(tmp_path / "vl2"), write_files(tmp_path / "ocr", replace(DEEPSEEK_OCR, names=NAMES))):
+        marked = Tokenizer.from_file(str(path / "tokenizer.json"))
+        assert marked.get_added_tokens_decoder()[IDS["<row_1_col_1>"]].special
+        ids = marked.encode(f"<|Assistant|>{said}", add_special_tokens=False).ids
+        assert ids[0] == IDS["<end>"] and ids[1] == IDS["<row_1_col_1>"]
+        tokenizer = ChatTokenizer(path)
+        whole, stopped = tokenizer.detokenizer(()), tokenizer.detokenizer(("t<|/ref|>",))
+        assert "".join(whole.push([id_]) for id_ in ids) + whole.finish() == said
+        assert "".join(stopped.push([id_]) for id_ in ids) == said[: said.index("t<|/ref|>")] and stopped.stopped
+        for rules in (AnswerRules(), AnswerRules(is_raw=True)):
+            parser = tokenizer.answer_parser(rules)
+            assert parser.push(ids).content + parser.finish().content == said
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,20 @@ def test_places_and_masks_may_be_spelled_but_no_token_that_structures_a_prompt(t
     assert raw[0] == IDS["<row_1_col_1>"] and IDS["<image>"] not in raw
 
 
+@pytest.mark.parametrize("is_special", [False, True])
+def test_answers_keep_places_and_masks_however_the_tokenizer_marks_them(is_special: bool, tmp_path: Path):
+    path = plain(tmp_path)
+    file = json.loads((path / "tokenizer.json").read_text())
+    for token in file["added_tokens"]:
+        token["special"] = is_special if token["content"] in ("<loc0012>", "<seg034>") else token["special"]
+    (path / "tokenizer.json").write_text(json.dumps(file))
+    said = "<loc0012><loc0012> cät <seg034>; dög<loc0012>"
+    ids = Tokenizer.from_str(json.dumps(file)).encode(f"{said}<bos>", add_special_tokens=False).ids
+    assert ids.count(IDS["<row_1_col_1>"]) == 3 and ids[-1] == IDS["<start>"]
+    detokenizer = ChatTokenizer(path).detokenizer(())
+    assert "".join(detokenizer.push([id_]) for id_ in ids) + detokenizer.finish() == said
+
+
 @pytest.mark.parametrize(("side", "num_tokens"), [(224, 256), (448, 1024), (896, 4096)])
 def test_published_sizes_have_the_published_numbers_of_tokens(side: int, num_tokens: int, tmp_path: Path):
     vision = {"model_type": "siglip_vision_model", "patch_size": 14, "hidden_size": 1152}

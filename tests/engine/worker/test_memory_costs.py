@@ -72,9 +72,9 @@ def test_snapshots_may_have_half_of_the_arrays_that_metal_allows(monkeypatch):
     keys = mx.zeros((1, 2, 8, 4))
     segment = KVSegment(None, [(keys, keys)] * 24, (8,) * 24)
     snapshot = StateSnapshot(8, segment, ((keys, keys),), None, (0,), (1,) * 24, (0,) * 24, (0,))
-    assert _exact(snapshot, 1, 0, 0).max_snapshots > 2**25
+    assert _exact(snapshot, 1, 0, 0, 0).max_snapshots > 2**25
     monkeypatch.setattr(mx, "device_info", lambda: {"resource_limit": 499000})
-    assert _exact(snapshot, 1, 0, 0).max_snapshots == 249500 // 51
+    assert _exact(snapshot, 1, 0, 0, 0).max_snapshots == 249500 // 51
 
 
 @pytest.mark.parametrize("num_bytes", PAGE_SIZES)

@@ -254,7 +254,7 @@ def test_a_decoding_row_returns_the_entries_that_it_took_over_bit_for_bit(tmp_pa
 def test_the_bytes_of_a_group_are_those_of_the_costs(lm, token_ids):
     """Up to the fraction of a byte per token; the costs are read off a snapshot without an entry of 128 tokens."""
     model = LanguageModel(lm)
-    costs = _exact(snapshots(model, token_ids[2], [2])[0], 0, 0, 0)
+    costs = _exact(snapshots(model, token_ids[2], [2])[0], 0, 0, 0, 0)
     row = model.make_cache()
     extend(model, row, token_ids[0])
     group = BatchCache.of(row, as_offset=True)

@@ -14,6 +14,7 @@ from mlx_vlm.models.cache import KVCache, RotatingKVCache
 from engine.config import EngineConfig
 from engine.core.row import Row
 from engine.protocol import Boundary, EngineRequest
+from engine.worker.drafting import hidden_bytes
 from engine.worker.model_runner import MLXRunner
 from engine.worker.snapshot import StateSnapshot, export, import_arrays, restore, take
 from engine.worker.window_layer import last_tokens
@@ -104,6 +105,14 @@ def test_a_snapshot_takes_the_memory_that_it_counts_and_no_more(runner, make_req
     del first
     gc.collect()
     assert mx.get_active_memory() - before < counted - second.state_bytes + 2**18, "the first one's states are free"
+
+
+def test_a_hidden_state_that_waits_for_the_head_has_the_bytes_that_memory_counts(runner, half, request_):
+    for each, num_bytes in ((runner, 4), (half, 2)):
+        spec = replace(request_, token_ids=request_.token_ids % each.vocab_size)
+        hidden = taken(each, spec, 20)[0].hidden
+        assert hidden is not None and hidden.nbytes == num_bytes * each._language_model.args.hidden_size
+        assert hidden_bytes(each._head, each._language_model) == hidden.nbytes
 
 
 def test_the_kv_segments_of_a_prompt_add_up_to_one_copy_of_its_keys_and_values(runner, request_):

@@ -1,5 +1,6 @@
 """Gemma 4's assistants: their drafts are those of the library's, and what does not fit is refused by name."""
 
+import io
 import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -14,13 +15,14 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.core.row import Row
-from engine.core.runner import PLAIN, Drafts, RowOutput
+from engine.core.runner import PLAIN, Drafts, PromptChunk, RowOutput
 from engine.errors import EngineFailed
 from engine.processing.images import ImagePreprocessor
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import loader
 from engine.worker.decode import DecodeGroup
 from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.snapshot import StateSnapshot
 from engine.worker.window_layer import RING_MARGIN
 from tests.support import vision_zoo
 from tests.support.cold_runner import load_cold
@@ -176,6 +178,82 @@ def test_drafts_from_quantized_keys_and_values_change_no_token(bits, model, tmp_
     plain, _ = tokens_of(runner, requests, {"mtp": "off"} | options)
     found, num_drafted = tokens_of(runner, requests, {"mtp": {"max_draft_tokens": 3, "max_rows": 4}} | options)
     assert num_drafted > 0 and found == plain
+
+
+def is_lazy(array: mx.array) -> bool:
+    """Whether an array is a product that has not been computed."""
+    graph = io.StringIO()
+    mx.export_to_dot(graph, array)
+    return "Multiply" in graph.getvalue()
+
+
+@pytest.mark.parametrize("is_burst", [False, True])
+def test_layers_without_keys_and_values_of_their_own_are_computed_only_for_the_end_of_a_prompt(
+    is_burst, model, tmp_path
+):
+    """A weight of each layer is a product that is computed with the layer's first forward. The last layer with keys and
+    values computes nothing else before the end."""
+    runner = load_cold(EngineConfig(model=str(model), mtp_head=str(written(model, tmp_path))))
+    layers = runner._language_model.lm.model.layers
+    num_own = runner._language_model.lm.model.first_kv_shared_layer_idx
+    weights = [layer.self_attn.q_proj.weight * 1 for layer in layers]
+    for layer, weight in zip(layers, weights, strict=True):
+        layer.self_attn.q_proj.weight = weight
+    sampling = SamplingParams(9, temperature=0.0)
+    rows = [Row(EngineRequest(f"{n}", np.array(prompt(n, seed=n), np.int32), sampling, ())) for n in (40, 50)]
+
+    def prefill(*lengths: int) -> None:
+        if is_burst:
+            runner.prefill_burst([PromptChunk(row, length) for row, length in zip(rows, lengths, strict=True)])
+            return
+        for row, length in zip(rows, lengths, strict=True):
+            runner.prefill([row], length)
+
+    for lengths in ((8, 16), (16, 16)):
+        prefill(*lengths)
+        assert [is_lazy(weight) for weight in weights] == [i >= num_own - 1 for i in range(len(layers))]
+    assert 1 < num_own < len(layers)
+    prefill(8, 18)  # the second prompt is complete
+    assert not any(map(is_lazy, weights))
+    runner.drop([row.id for row in rows])
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_snapshots_keep_no_hidden_state_for_the_assistant_and_drafts_go_on_from_them(decodes, model, tmp_path):
+    """Those of a prompt and of a row that has answered, on their way through host memory."""
+    head_dir = written(model, tmp_path)
+    runner = load_cold(EngineConfig(model=str(model), mtp_head=str(head_dir)))
+    row = Row(EngineRequest("row", np.array(prompt(45, seed=1), np.int32), SamplingParams(30, temperature=0.0), ()))
+    ids = list(row.spec.token_ids)
+    if decodes:
+        while not (first := runner.prefill([row], 16).first):
+            pass
+        runner.decode(Drafts(3, "mtp"))
+        kept = runner.snapshot_row(row.id)
+        assert kept is not None
+        snapshot, ids = kept.snapshot, [*ids, *kept.token_ids.tolist()]
+    else:
+        runner.prefill([row], 21)
+        snapshot, first = runner.snapshot([row]), None
+    runner.drop([row.id])
+    assert isinstance(snapshot, StateSnapshot) and snapshot.hidden is None and (first is not None) == decodes
+    *_, imported = runner.import_snapshot(runner.export_snapshot(snapshot), snapshot.num_tokens)
+    assert imported is not None and imported.state_bytes == snapshot.state_bytes
+
+    def answer(restored: Any, drafts: Drafts) -> list[int]:
+        again = Row(EngineRequest("again", np.array([*ids, 33, 34], np.int32), SamplingParams(40, temperature=0.0), ()))
+        if restored is not None:
+            runner.restore([again], restored)
+        while not (first := runner.prefill([again], 64).first):
+            pass
+        said = list(first[again.id].token_ids)
+        while len(said) < 12:
+            said += runner.decode(drafts)[again.id].token_ids
+        runner.drop([again.id])
+        return said[:12]
+
+    expected = answer(None, PLAIN)
+    assert answer(imported, Drafts(3, "mtp")) == answer(snapshot, Drafts(7, "mtp")) == expected
 
 
 def test_clusters_have_the_logits_of_the_library_for_each_row_alone_also_from_a_quantized_embedding(model, tmp_path):
