@@ -24,6 +24,7 @@ from engine.worker.model_runner import MLXRunner
 from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver
 from tests.support.families.family import WINDOW
+from tests.support.night import some_at_night
 from tests.support.paligemma_family import ONE, TWO
 from tests.support.sighted_family import SightedFamily
 from tests.support.vision_zoo import image, make, reference
@@ -105,6 +106,12 @@ def test_prompts_may_be_longer_than_a_window(served: Served):
         load_cold(EngineConfig(model=str(served.path), max_context_tokens=8192))
 
 
+@pytest.mark.parametrize(
+    "served",
+    some_at_night([ONE, TWO], [ONE], "the self-test asks the same of both, the tests above of their layers"),
+    ids=["gemma", "gemma2"],
+    indirect=True,
+)
 def test_self_test_finds_nothing_wrong(served: Served):
     command = [sys.executable, "-m", "engine", "--self-test", "--quick", "--device", "cpu", "--model", str(served.path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

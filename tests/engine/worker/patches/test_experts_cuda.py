@@ -36,7 +36,7 @@ def test_the_kernels_sources_choose_experts_and_compute_and_weigh_their_results(
     assert experts_error(*case) < 2e-2
 
 
-MANY = [(40, 5, (64, 96), {"group_size": 32, "bits": 4}), (40, 6, (352, 96), {"group_size": 32, "bits": 8})]
+MANY = [(20, 4, (64, 32), {"group_size": 32, "bits": 4}), (40, 6, (352, 96), {"group_size": 32, "bits": 8})]
 
 
 @pytest.mark.parametrize("case", some_at_night(MANY, MANY[:1], "the gate runs the kernel with weights of 4 bits"))
