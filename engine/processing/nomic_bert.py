@@ -13,7 +13,7 @@ NAMES = {
 """Published name -> that of transformers."""
 
 PUBLISHED_DEFAULTS = {"layer_norm_eps": 1e-5, "max_position_embeddings": 2048, "type_vocab_size": 0}
-"""What the published code assumes for fields that a config.json with its names leaves out."""
+"""The published code's defaults of fields that a config.json with its names leaves out."""
 
 PUBLISHED_BASE = 10000.0
 """Base of the rope that the published code assumes."""

@@ -46,7 +46,7 @@ FORMATS: dict[str, HeadFormat] = {
 OWN_FORMATS: tuple[HeadFormat, ...] = (Eagle3Format(), DFlashFormat(), GEMMA4)
 """Formats of heads that are recognized by their own config.json; only `mtp_head` names those that are in no FORMATS."""
 BESIDE = ("-mtp", "-assistant")
-"""What is added to the name of a model's directory for that of its head."""
+"""Suffixes of a model directory's name under which its head is looked for."""
 
 
 def find_head(config: EngineConfig, model_dir: Path, model_config: dict[str, Any]) -> tuple[Path | None, str]:

@@ -38,7 +38,7 @@ def test_the_table_has_each_drafter_of_the_library_once():
 @pytest.mark.parametrize("name", sorted(set(REFUSED) - set(DFLASH)))
 @pytest.mark.parametrize("family", ["llama", "gemma4_text", "qwen3_next"])
 def test_refused_drafter_ends_the_start_with_its_name_and_the_reason(name, family, tmp_path):
-    """Of a model without heads and of models with other ones."""
+    """The target has no head of its own, or may have another one."""
     config = {"model_type": name} | NAMED.get(name, {})
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").touch()

@@ -39,11 +39,8 @@ _EXPANSION = """
     const size_t group = at * 8 / (w_shape[1] * 32 / Bits / scales_shape[1]);
     uint4 words = {w[at * Bits / 4], 0u, 0u, 0u};
     if (Bits == 8) words.y = w[at * 2 + 1];
-    uint4 eight = expanded<Bits>(words, 0, factors[0][group] | unsigned(factors[1][group]) << 16);
-    if (Bits == 4)  // pairs of numbers i and i + 4
-        eight = {__byte_perm(eight.x, eight.y, 0x5410), __byte_perm(eight.z, eight.w, 0x5410),
-                 __byte_perm(eight.x, eight.y, 0x7632), __byte_perm(eight.z, eight.w, 0x7632)};
-    reinterpret_cast<uint4*>(y)[at] = eight;
+    const unsigned scale_and_bias = factors[0][group] | unsigned(factors[1][group]) << 16;
+    reinterpret_cast<uint4*>(y)[at] = in_order<Bits>(expanded<Bits>(words, 0, scale_and_bias));
 """
 
 _library_call: Any = nn.QuantizedLinear.__call__

@@ -73,7 +73,7 @@ class Drafting:
     texts: dict[str, list[int]]
     """By request, its prompt and its answer."""
     drafts: list[tuple[str, int, list[int]]] = field(default_factory=list)
-    """Of each row of a step: its request, the tokens before its newest one, and its drafts as they were made."""
+    """For each row of a step: its request, the tokens before its newest one, and its drafts as they were made."""
     num_right: Counter[int] = field(default_factory=Counter)
     """How many rows of steps were given so many drafts that are right."""
 
