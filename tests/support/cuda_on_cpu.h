@@ -124,6 +124,7 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 }
 template <typename T> T __ldg(const T* from) { return *from; }
 template <typename T> T __ldcs(const T* from) { return *from; }
+inline int min(int a, int b) { return a < b ? a : b; }
 inline int __clz(int x) { return __builtin_clz(x); }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 inline float __uint_as_float(unsigned bits) {

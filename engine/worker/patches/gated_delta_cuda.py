@@ -14,12 +14,9 @@ import mlx.core as mx
 from mlx_vlm.models.qwen3_5 import gated_delta
 
 from engine.worker.cuda_kernel import CudaKernel
+from engine.worker.patches import gated_delta_prompt
 
 WARPS_PER_BLOCK = 4
-
-MAX_VERIFIED_TOKENS = 16
-"""Decode steps have a kernel for each length up to this, with unrolled loops. One kernel serves all lengths of prompts:
-on an H200 the first chunk of a new length took 1.7 to 2.6 s, in each process."""
 
 SOURCE = """
     // One warp per value row: a state row S[dv] of Dk floats lies in its lanes' registers, N each. A token is loaded
@@ -100,11 +97,11 @@ def run(
     num_v_heads, v_dim = v.shape[2:]
     if state is None:
         state = mx.zeros((batch, num_v_heads, v_dim, k_dim), mx.float32)
-    is_step = length == 1 or (num_states > 0 and length <= MAX_VERIFIED_TOKENS)
-    sizes = {"Kept": num_states, "Hk": num_k_heads, "Hv": num_v_heads, "Dk": k_dim, "Dv": v_dim}
-    sizes |= {"T": length} if is_step else {}
-    y, last, states = _kernel(is_step)(
-        inputs=[q, k, v, g, beta, state, *([] if is_step else [mx.array([length], mx.int32)])],
+    if length > 1 and num_states == 0 and gated_delta_prompt.is_supported(q, k, v):
+        return *gated_delta_prompt.run(q, k, v, g, beta, state), mx.zeros((batch, 0, num_v_heads, v_dim, k_dim))
+    sizes = {"T": length, "Kept": num_states, "Hk": num_k_heads, "Hv": num_v_heads, "Dk": k_dim, "Dv": v_dim}
+    y, last, states = _kernel()(
+        inputs=[q, k, v, g, beta, state],
         template=[("InT", q.dtype), *sizes.items()],
         grid=(32, v_dim, batch * num_v_heads),
         threadgroup=(32, WARPS_PER_BLOCK, 1),
@@ -115,13 +112,13 @@ def run(
 
 
 @cache
-def _kernel(is_step: bool) -> CudaKernel:
-    """Return the kernel for the tokens of a step, whose number is a constant of it, or for those of a prompt."""
+def _kernel() -> CudaKernel:
+    """Return the kernel of a step, of which the number of tokens is a constant."""
     return CudaKernel(
-        name="gated_delta_rows" if is_step else "gated_delta_prompt",
-        input_names=["q", "k", "v", "g", "beta", "state_in", *([] if is_step else ["length"])],
+        name="gated_delta_rows",
+        input_names=["q", "k", "v", "g", "beta", "state_in"],
         output_names=["y", "state_out", "states"],
-        source=SOURCE if is_step else "    const int T = length[0];" + SOURCE,
+        source=SOURCE,
     )
 
 

@@ -12,7 +12,7 @@ import mlx.core as mx  # isort: skip
 import pytest
 
 from engine.worker.cuda_kernel import CudaKernel
-from engine.worker.patches import experts_cuda, few_rows_kernel, quantized_cuda, qwen35_moe_cuda
+from engine.worker.patches import experts_cuda, few_rows_kernel, gated_delta_prompt, quantized_cuda, qwen35_moe_cuda
 from tests.support.cuda_on_cpu import Kernel
 
 MADE = (
@@ -21,6 +21,7 @@ MADE = (
     experts_cuda._grouping,
     qwen35_moe_cuda._choice,
     qwen35_moe_cuda._sum,
+    gated_delta_prompt._kernel,
 )
 
 
