@@ -14,19 +14,19 @@ from mlx_vlm.models import base
 from mlx_vlm.models.cache import KVCache, create_causal_mask
 
 from engine.core.memory.costs import MemoryCosts
-from engine.worker.patches import attention_cpu
+from engine.worker.patches import attention_cpu, prompt_attention_cuda
 from engine.worker.quantized_kv import KVFormat
 from engine.worker.snapshot import StateSnapshot
 
 MARGIN = 1.15
 """Safety factor on the measured bytes."""
 
-NUM_QUERIES = 64
+NUM_QUERIES = 48
 NUM_KEYS = 1024, 2048
 """Prompt lengths of the two probes, from whose difference the bytes per query and key follow."""
 
 FUSED_FROM = 1024
-"""Queries from which MLX 0.32.4 computes heads of 256 numbers without storing scores on an M5
+"""Queries from which on Metal MLX 0.32.4 computes heads of 256 numbers without storing scores on an M5
 (mlx/backend/metal/scaled_dot_product_attention.cpp). Fewer queries do store them."""
 
 
@@ -56,8 +56,10 @@ def with_attention(
     probes = [(mask, one, num_heads, *shape) for mask in masks for one in used for shape in shapes if all(shape[:3])]
     found = max((_pair_bytes(NUM_QUERIES, *probe) for probe in probes), default=0.0)
     queries = attention_cpu.max_queries() if used == {attention_cpu.attention} else 2**31
-    if found and mx.metal.is_available() and not any(_pair_bytes(FUSED_FROM, *probe) for probe in probes):
-        queries = FUSED_FROM - 1
+    fused_from = FUSED_FROM if mx.metal.is_available() else prompt_attention_cuda.MIN_QUERIES
+    has_fused = mx.metal.is_available() or mx.cuda.is_available()
+    if found and has_fused and not any(_pair_bytes(fused_from, *probe) for probe in probes):
+        queries = fused_from - 1
     return replace(costs, pair_bytes=max(costs.pair_bytes, found), max_queries=queries)
 
 

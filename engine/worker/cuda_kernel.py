@@ -96,6 +96,7 @@ class CudaKernel:
         source: Body of the kernel.
         header: Source before the kernel.
         shared_memory: Bytes of a block's memory whose size the source does not give.
+        are_contiguous: Whether inputs that are not contiguous are copied; the source reads strides otherwise.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class CudaKernel:
         source: str,
         header: str = "",
         shared_memory: int = 0,
+        are_contiguous: bool = True,
     ) -> None:
         self._name, self._input_names, self._output_names = name, input_names, output_names
         self._source, self._header = source, header
@@ -115,6 +117,7 @@ class CudaKernel:
             output_names=output_names,
             source=source,
             header=header,
+            ensure_row_contiguous=are_contiguous,
             shared_memory=shared_memory,
         )
         self._cached_forms: set[tuple[Any, ...]] = set()

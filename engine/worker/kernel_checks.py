@@ -21,7 +21,14 @@ from engine.worker.cuda_kernel import CudaKernel
 from engine.worker.decoder_layer_checks import decoder_layers, same_bits
 from engine.worker.kernel_figure import BFLOAT16_LIMIT, LIMIT, KernelFigure, error_of, float64_of
 from engine.worker.kv_cache import BatchKVLayer, Cursor
-from engine.worker.patches import experts_cuda, few_rows_cuda, qwen35_moe_cuda, step_attention_cuda
+from engine.worker.patches import (
+    convolutions,
+    experts_cuda,
+    few_rows_cuda,
+    prompt_attention_cuda,
+    qwen35_moe_cuda,
+    step_attention_cuda,
+)
 
 SLOTS = 4096
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
@@ -252,6 +259,37 @@ def step_attention() -> KernelFigure | str:
     return KernelFigure(max(errors), LIMIT, "cuda kernels")
 
 
+def prompt_attention() -> KernelFigure | str:
+    """Attend with a chunk behind earlier tokens, a first chunk and a masked one, in bfloat16 against float64."""
+    if devices.device_kind() != "cuda":
+        return "Orchard's attention of prompts is for CUDA alone"
+    errors = []
+    for (length, num_keys), size in product(((64, 64), (100, 333), (256, 1100)), (192, 256)):
+        q = mx.random.normal((2, 6, length, size), key=mx.random.key(0)).astype(mx.bfloat16)
+        k, v = (mx.random.normal((2, 2, 2 * num_keys, size), key=mx.random.key(i)).astype(mx.bfloat16) for i in (1, 2))
+        k, v = k[:, :, :num_keys], v[:, :, :num_keys]
+        causal = np.arange(num_keys) <= num_keys - length + np.arange(length)[:, None]
+        some = np.array(mx.random.uniform(shape=(2, 1, length, num_keys), key=mx.random.key(3)) < 0.5) | causal
+        for mask, own in (("causal", causal), (None, np.ones_like(causal)), (mx.array(some), some)):
+            got = prompt_attention_cuda.attend(q, k, v, size**-0.5, mask)
+            of_heads = [np.repeat(float64_of(one), 3, axis=1) for one in (k, v)]
+            scores = np.where(own, float64_of(q) @ of_heads[0].swapaxes(-1, -2) * size**-0.5, -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            errors.append(error_of(got, weights / weights.sum(-1, keepdims=True) @ of_heads[1]))
+    return KernelFigure(max(errors), BFLOAT16_LIMIT, "cuda kernels")
+
+
+def depthwise_convolution() -> KernelFigure:
+    """Convolve each channel of two rows by itself, against float64."""
+    x = mx.random.normal((2, 43, 96), key=mx.random.key(0))
+    weight = mx.random.normal((96, 4, 1), key=mx.random.key(1))
+    own, taps = float64_of(x), float64_of(weight)[..., 0]
+    expected = sum(own[:, i : i + 40] * taps[:, i] for i in range(4))
+    return KernelFigure(
+        error_of(convolutions.depthwise(x, weight), expected), LIMIT, f"{devices.device_kind()} kernels"
+    )
+
+
 def quantized_head() -> KernelFigure:
     """Apply quantized output layers to one and several rows and tokens, against the product of what they stand for.
 
@@ -377,6 +415,8 @@ KERNEL_CHECKS: dict[str, Callable[[], KernelFigure | str]] = {
     "decoder layers": decoder_layers,
     "decoder layers, same bits": same_bits,
     "attention of decode steps": step_attention,
+    "attention of prompts": prompt_attention,
+    "depthwise convolution": depthwise_convolution,
     "quantized output layer": quantized_head,
     "exact verifier, output layer": exact_verifier_head,
     "cache write (put_along_axis)": cache_write,

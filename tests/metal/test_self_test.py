@@ -32,6 +32,7 @@ OF_CUDA = (
     "products of experts",
     "decoder layers, same bits",
     "attention of decode steps",
+    "attention of prompts",
     "cache of CUDA kernels",
 )
 """Checks of kernels that Metal does not have."""

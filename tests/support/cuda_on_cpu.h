@@ -67,9 +67,10 @@ struct Warp {
     Barrier barrier{32};
     unsigned a[32][4], b[32][2];
     float shuffled[32];
+    const uint16_t* rows[32];
 };
 
-Place threadIdx, blockIdx, blockDim;
+Place threadIdx, blockIdx, blockDim, gridDim;
 Warp* warp_of_lane;
 Barrier block_barrier;
 
@@ -115,6 +116,25 @@ template <typename T> T __shfl_xor_sync(unsigned, T x, int mask) {
     memcpy(&x, &warp_of_lane->shuffled[lane ^ mask], 4);
     return x;
 }
+// ldmatrix: lane l gets numbers 2 (l % 4) and the next one of row l / 4 of each matrix, or of column l / 4.
+inline void load(unsigned (&x)[4], const uint4* row, bool transposed) {
+    const int lane = threadIdx.x, group = lane / 4, part = lane % 4 * 2;
+    Warp& warp = *warp_of_lane;
+    __syncwarp();
+    warp.rows[lane] = reinterpret_cast<const uint16_t*>(row);
+    __syncwarp();
+    for (int i = 0; i < 4; ++i) {
+        const uint16_t** rows = warp.rows + i * 8;
+        const unsigned low = transposed ? rows[part][group] : rows[group][part];
+        x[i] = low | unsigned(transposed ? rows[part + 1][group] : rows[group][part + 1]) << 16;
+    }
+}
+inline void load_matrices(unsigned (&x)[4], const uint4* row) { load(x, row, false); }
+inline void load_transposed(unsigned (&x)[4], const uint4* row) { load(x, row, true); }
+inline bool __all_sync(unsigned, bool x) {
+    for (int step = 16; step; step >>= 1) x = __shfl_xor_sync(0u, float(x), step) != 0.0f && x;
+    return x;
+}
 inline int atomicAdd(int* to, int x) { return *to += x, *to - x; }
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     const uint64_t bytes = uint64_t(high) << 32 | low;
@@ -151,6 +171,7 @@ inline void run_lane() {
 // read too early in one of the two orders.
 inline void launch(int columns, int rows, int lanes, int warps) {
     blockDim = {lanes, warps};
+    gridDim = {columns, rows};
     const int count = lanes * warps, stack_bytes = 1 << 17;
     Lane* all = (Lane*)calloc(count, sizeof(Lane));
     for (int i = 0; i < count; ++i) all[i].stack = malloc(stack_bytes);

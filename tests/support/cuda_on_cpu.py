@@ -12,8 +12,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-TYPES = {mx.bfloat16: "bf16", mx.uint32: "uint32_t", mx.int32: "int32_t", mx.float32: "float"}
-NUMPY_TYPES = {mx.bfloat16: np.uint16, mx.uint32: np.uint32, mx.int32: np.int32, mx.float32: np.float32}
+TYPES = {mx.bfloat16: "bf16", mx.uint32: "uint32_t", mx.int32: "int32_t", mx.float32: "float", mx.bool_: "bool"}
+NUMPY_TYPES: dict[mx.Dtype, type] = {
+    mx.bfloat16: np.uint16,
+    mx.uint32: np.uint32,
+    mx.int32: np.int32,
+    mx.float32: np.float32,
+    mx.bool_: np.bool_,
+}
 """dtype of an array -> dtype of the numbers in its file."""
 HEADER = Path(__file__).with_suffix(".h")
 COMPILER = ("g++", "-std=c++20", "-O1", "-w")
@@ -57,6 +63,10 @@ class Kernel:
         body += [
             f"const int {name}_shape[] = {{{', '.join(map(str, array.shape))}}};"
             for name, array in zip(names, inputs, strict=True)
+        ]
+        body += [
+            f"const long {name}_strides[] = {{{', '.join(str(prod(x.shape[i + 1 :])) for i in range(x.ndim))}}};"
+            for name, x in zip(names, inputs, strict=True)
         ]
         body += [
             f"using {name} = {TYPES[value]};"

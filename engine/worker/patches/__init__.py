@@ -20,6 +20,7 @@ from engine.worker.patches import (
     mamba2_rows,
     mistral_scale,
     mrope_sections,
+    prompt_attention_cuda,
     quantized_cuda,
     qwen4_rows,
     qwen35_layers_cuda,
@@ -59,5 +60,6 @@ def install(decodes: bool) -> None:
         gated_delta_cuda.install()
         quantized_cuda.install()
         experts_cuda.install()
+        prompt_attention_cuda.install()
         qwen35_layers_cuda.install()
         qwen35_moe_cuda.install()

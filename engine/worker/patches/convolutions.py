@@ -3,8 +3,8 @@
 On CUDA MLX 0.32.4 asks cuDNN for a plan at each new shape of the input. For the depthwise convolution of a recurrent
 layer that takes 0.16 to 0.27 s on an H200, once for each length of a prompt and number of rows, where the forward of a
 4B model takes 0.024 s; for the patches of an image it is once for each number of patches. On a CPU MLX computes a
-depthwise convolution with a plain loop: 2048 tokens of 768 channels take 43 ms, and 3 ms as one kernel. It can be
-removed when the library does so.
+depthwise convolution with a plain loop: 2048 tokens of 768 channels take 43 ms, and 3 ms as one kernel. On CUDA
+it is a kernel of its own (depthwise_cuda.py). It can be removed when the library does so.
 """
 
 from functools import partial, reduce
@@ -12,6 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from engine.worker.patches import depthwise_cuda
 
 MAX_TAPS = 8
 """Widest depthwise kernel that is computed as one elementwise kernel, which reads its input once per tap."""
@@ -38,6 +40,8 @@ def depthwise(x: mx.array, weight: mx.array) -> mx.array:
     Returns:
         [B, L, channels].
     """
+    if depthwise_cuda.is_supported(x, weight):
+        return depthwise_cuda.convolve(x, weight)
     num_taps = weight.shape[1]
     num_new = x.shape[1] - num_taps + 1
     inputs = [x[:, i : i + num_new] for i in range(num_taps)]

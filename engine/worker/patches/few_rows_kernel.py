@@ -217,7 +217,7 @@ __device__ __forceinline__ uint4 ordered(const uint4& x) {
 """
 
 NAMES = {mx.bfloat16: "bf16", mx.float16: "f16"}
-_PAIRS = {
+PAIRS = {
     mx.bfloat16: {"PAIR": "__nv_bfloat162", "FROM_FLOATS": "__floats2bfloat162_rn", "MAGIC": "0x43004300"},
     mx.float16: {"PAIR": "__half2", "FROM_FLOATS": "__floats2half2_rn", "MAGIC": "0x64006400"},
 }
@@ -346,6 +346,6 @@ def _rows_of_block(grouping: Grouping, is_sorted: bool, with_shared: bool, weigh
 def header(dtype: mx.Dtype) -> str:
     """Return the functions that the kernels call."""
     source = _HEADER.replace("TYPE", NAMES[dtype])
-    for name, meaning in _PAIRS[dtype].items():
+    for name, meaning in PAIRS[dtype].items():
         source = source.replace(name, meaning)
     return source

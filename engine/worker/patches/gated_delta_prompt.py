@@ -1,8 +1,8 @@
 """The gated delta rule of a prompt's tokens as one CUDA kernel, one token after the other.
 
-Four lanes share a row of a head's state, which lies in their registers; a block has 32 rows. Keys and queries of TOKENS
-tokens lie in the block's shared memory, as float32, while those of the next ones are loaded. A warp that computes one
-row reads them for that row alone, and spends five times as many instructions on a number of the state. Token after
+Eight lanes share two rows of a head's state, which lie in their registers; a block has 32 rows. Keys and queries of
+TOKENS tokens lie in the block's shared memory, as float32, while those of the next ones are loaded. A warp that has one
+row alone reads them for that row, and spends five times as many instructions on a number of the state. Token after
 token, what a prompt gives does not depend on where its chunks end.
 """
 
@@ -12,28 +12,30 @@ import mlx.core as mx
 
 from engine.worker.cuda_kernel import CudaKernel, short
 
-LANES, ROWS, TOKENS = 4, 32, 16
-"""Lanes per row of the state, rows per block, tokens that are loaded together."""
+LANES, ROWS, TOKENS = 8, 32, 16
+"""Lanes per two rows of the state, rows per block, tokens that are loaded together."""
 
 SOURCE = """
-    constexpr int Threads = Lanes * Rows, N = Dk / (4 * Lanes), Numbers = 16 / sizeof(InT);
+    constexpr int Threads = Lanes * Rows / 2, N = Dk / (4 * Lanes), Numbers = 16 / sizeof(InT);
     constexpr int Packs = Tokens * Dk / Numbers, Loads = (Packs + Threads - 1) / Threads;
     constexpr int Singles = (Tokens * Rows + Threads - 1) / Threads;
     struct alignas(16) Pack { InT x[Numbers]; };
     struct alignas(16) Four { float x[4]; };
     __shared__ Four keys[2][Tokens * Dk / 4], queries[2][Tokens * Dk / 4];
-    __shared__ float values[2][Tokens * Rows], decays[2][Tokens], rates[2][Tokens];
+    __shared__ float values[2][Tokens * Rows], decays[2][Tokens], rates[2][Tokens], products[Tokens];
     const int T = length[0];
-    const int thread = threadIdx.x, lane = thread % Lanes, row = thread / Lanes;
+    const int thread = threadIdx.x, lane = thread % Lanes, row = thread / Lanes * 2;
     const int n = blockIdx.y, b = n / Hv, hv = n % Hv, hk = hv / (Hv / Hk);
     const int first_row = blockIdx.x * Rows, dv = first_row + row;
-    const bool is_row = dv < Dv;
 
-    // A lane has every fourth group of four numbers of its row.
-    Four s[N];
-    const size_t state_row = (size_t(n) * Dv + (is_row ? dv : Dv - 1)) * Dk;
-    for (int i = 0; i < N; ++i)
-        for (int j = 0; j < 4; ++j) s[i].x[j] = state_in[state_row + (i * Lanes + lane) * 4 + j];
+    // A lane has every eighth group of four numbers of its rows.
+    Four s[2][N];
+    size_t state_rows[2];
+    for (int r = 0; r < 2; ++r) {
+        state_rows[r] = (size_t(n) * Dv + min(dv + r, Dv - 1)) * Dk + lane * 4;
+        for (int i = 0; i < N; ++i)
+            for (int j = 0; j < 4; ++j) s[r][i].x[j] = state_in[state_rows[r] + i * Lanes * 4 + j];
+    }
 
     // Tokens behind the last one are loaded as the last one, and never used.
     Pack next_k[Loads], next_q[Loads];
@@ -81,36 +83,57 @@ SOURCE = """
     __syncthreads();
     for (int from = 0, at = 0; from < T; from += Tokens, at ^= 1) {
         if (from + Tokens < T) load(from + Tokens);
+        for (int t = thread / Lanes; t < Tokens; t += Threads / Lanes) {
+            float product = 0.0f;
+            for (int i = 0; i < N; ++i) {
+                const int group = t * (Dk / 4) + i * Lanes + lane;
+                for (int j = 0; j < 4; ++j) product += keys[at][group].x[j] * queries[at][group].x[j];
+            }
+            for (int step = 1; step < Lanes; step *= 2) product += __shfl_xor_sync(0xffffffffu, product, step);
+            if (lane == 0) products[t] = product;
+        }
+        __syncthreads();
         const int count = min(Tokens, T - from);
         for (int t = 0; t < count; ++t) {
+            // Both products of the state before the token; its own part of the output follows from its key's.
             Four key[N];
-            float memories[4] = {}, outs[4] = {};
+            float memories[2][4] = {}, outs[2][4] = {};
             for (int i = 0; i < N; ++i) {
                 key[i] = keys[at][t * (Dk / 4) + i * Lanes + lane];
-                for (int j = 0; j < 4; ++j) memories[j] += s[i].x[j] * key[i].x[j];
-            }
-            float memory = (memories[0] + memories[1]) + (memories[2] + memories[3]);
-            for (int step = 1; step < Lanes; step *= 2) memory += __shfl_xor_sync(0xffffffffu, memory, step);
-            const float decay = decays[at][t];
-            const float delta = (values[at][t * Rows + row] - decay * memory) * rates[at][t];
-            for (int i = 0; i < N; ++i) {
                 const Four query = queries[at][t * (Dk / 4) + i * Lanes + lane];
-                for (int j = 0; j < 4; ++j) {
-                    s[i].x[j] = s[i].x[j] * decay + key[i].x[j] * delta;
-                    outs[j] += s[i].x[j] * query.x[j];
-                }
+                for (int r = 0; r < 2; ++r)
+                    for (int j = 0; j < 4; ++j) {
+                        memories[r][j] += s[r][i].x[j] * key[i].x[j];
+                        outs[r][j] += s[r][i].x[j] * query.x[j];
+                    }
             }
-            float out = (outs[0] + outs[1]) + (outs[2] + outs[3]);
-            for (int step = 1; step < Lanes; step *= 2) out += __shfl_xor_sync(0xffffffffu, out, step);
-            if (lane == 0 && is_row)
-                y[((size_t(b) * T + from + t) * Hv + hv) * Dv + dv] = static_cast<InT>(out);
+            const float decay = decays[at][t], rate = rates[at][t];
+            float deltas[2], out[2];
+            for (int r = 0; r < 2; ++r) {
+                float memory = (memories[r][0] + memories[r][1]) + (memories[r][2] + memories[r][3]);
+                out[r] = (outs[r][0] + outs[r][1]) + (outs[r][2] + outs[r][3]);
+                for (int step = 1; step < Lanes; step *= 2) memory += __shfl_xor_sync(0xffffffffu, memory, step);
+                deltas[r] = (values[at][t * Rows + row + r] - decay * memory) * rate;
+            }
+            for (int r = 0; r < 2; ++r)
+                for (int i = 0; i < N; ++i)
+                    for (int j = 0; j < 4; ++j)
+                        s[r][i].x[j] = s[r][i].x[j] * decay + key[i].x[j] * deltas[r];
+            // Even lanes add up the first row's output, odd ones the second's.
+            const bool odd = lane & 1;
+            float own = (odd ? out[1] : out[0]) + __shfl_xor_sync(0xffffffffu, odd ? out[0] : out[1], 1);
+            for (int step = 2; step < Lanes; step *= 2) own += __shfl_xor_sync(0xffffffffu, own, step);
+            if (lane < 2 && dv + lane < Dv) {
+                const float value = own * decay + (odd ? deltas[1] : deltas[0]) * products[t];
+                y[((size_t(b) * T + from + t) * Hv + hv) * Dv + dv + lane] = static_cast<InT>(value);
+            }
         }
         if (from + Tokens < T) store(at ^ 1);
         __syncthreads();
     }
-    if (is_row)
-        for (int i = 0; i < N; ++i)
-            for (int j = 0; j < 4; ++j) state_out[state_row + (i * Lanes + lane) * 4 + j] = s[i].x[j];
+    for (int r = 0; r < 2; ++r)
+        for (int i = 0; dv + r < Dv && i < N; ++i)
+            for (int j = 0; j < 4; ++j) state_out[state_rows[r] + i * Lanes * 4 + j] = s[r][i].x[j];
 """
 
 
@@ -136,7 +159,7 @@ def run(
     num_v_heads, v_dim = v.shape[2:]
     constants = {"Hk": num_k_heads, "Hv": num_v_heads, "Dk": k_dim, "Dv": v_dim}
     constants |= {"Lanes": LANES, "Rows": ROWS, "Tokens": TOKENS}
-    threads = LANES * ROWS
+    threads = LANES * ROWS // 2
     y, last = _kernel()(
         inputs=[q, k, v, g, beta, state, mx.array([length], mx.int32)],
         template=[("InT", q.dtype), *constants.items()],

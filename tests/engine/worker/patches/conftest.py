@@ -12,7 +12,15 @@ import mlx.core as mx  # isort: skip
 import pytest
 
 from engine.worker.cuda_kernel import CudaKernel
-from engine.worker.patches import experts_cuda, few_rows_kernel, gated_delta_prompt, quantized_cuda, qwen35_moe_cuda
+from engine.worker.patches import (
+    depthwise_cuda,
+    experts_cuda,
+    few_rows_kernel,
+    gated_delta_prompt,
+    prompt_attention_cuda,
+    quantized_cuda,
+    qwen35_moe_cuda,
+)
 from tests.support.cuda_on_cpu import Kernel
 
 MADE = (
@@ -21,7 +29,9 @@ MADE = (
     experts_cuda._grouping,
     qwen35_moe_cuda._choice,
     qwen35_moe_cuda._sum,
+    depthwise_cuda._kernel,
     gated_delta_prompt._kernel,
+    prompt_attention_cuda._kernel,
 )
 
 

@@ -7,7 +7,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from engine.worker.patches import convolutions
+from engine.worker.patches import convolutions, depthwise_cuda
 
 TOLERANCE = {mx.float32: 1e-5, mx.bfloat16: 2e-2}
 """Largest difference between values of about 1: bfloat16 has 8 significant bits."""
@@ -74,3 +74,13 @@ def test_all_other_layers_are_left_to_the_library(layer, shape, library_calls):
     x = mx.random.normal(shape)
     mx.eval(convolutions.convolve(layer, x))
     assert library_calls == [layer]
+
+
+@pytest.mark.parametrize(("length", "taps", "dtype"), [(37, 4, mx.bfloat16), (16, 3, mx.float32)])
+def test_the_cuda_kernel_s_source_convolves_each_channel(cuda_on_cpu, length, taps, dtype):
+    mx.random.seed(taps)
+    x = mx.random.normal((2, length + taps - 1, 24)).astype(dtype)
+    weight = mx.random.normal((24, taps, 1)).astype(dtype)
+    found, expected = depthwise_cuda.convolve(x, weight), convolutions.depthwise(x, weight)
+    assert found.shape == (2, length, 24) and found.dtype == dtype
+    assert mx.abs(found - expected).max() <= TOLERANCE[dtype]
