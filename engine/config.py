@@ -329,8 +329,11 @@ class EngineConfig(Frozen):
     prefill_chunk_tokens: int = Field(
         default=2048, ge=16, description="most prompt tokens per step while no row decodes"
     )
-    prefill_chunk_tokens_busy: int = Field(
-        default=256, ge=16, description="most prompt tokens per step while rows decode"
+    prefill_chunk_tokens_busy: int | None = Field(
+        default=None,
+        ge=16,
+        description="most prompt tokens per step while rows decode; null: 256, or as many as take at most twice as "
+        "long as one token, which on a fast GPU are more",
     )
     mtp: Annotated[Literal["auto", "off"] | MTPConfig, BooleanToOnOff] = Field(
         default="auto",

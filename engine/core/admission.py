@@ -133,7 +133,7 @@ class Admission:
     def _growth_tokens(self, prompt_s: float, num_prompt_tokens: int) -> int:
         """Predict the tokens that each decoding row generates until this prompt and those in progress are computed.
 
-        A step decodes once for all rows and then prefills for at most max_stall_s, or prefill_chunk_tokens_busy tokens.
+        A step decodes once for all rows and then prefills for at most max_stall_s, or CostModel.busy_tokens.
 
         Args:
             prompt_s: Predicted seconds of the prompt when it is computed alone.
@@ -144,10 +144,11 @@ class Admission:
         token_s = self._costs.token_s(num_rows)
         if step_s is None or token_s is None:
             return 0
+        config = self._config
         seconds = prompt_s + sum(map(self._prefills.remaining_s, in_progress))
         num_tokens = num_prompt_tokens + sum(one.end - one.start for one in in_progress)
-        config = self._config
-        num_steps = max(seconds / config.scheduler.max_stall_s, num_tokens / config.prefill_chunk_tokens_busy)
+        busy_tokens = self._costs.busy_tokens(config.prefill_chunk_tokens_busy)
+        num_steps = max(seconds / config.scheduler.max_stall_s, num_tokens / busy_tokens)
         return ceil(num_steps * max(1.0, step_s / token_s))
 
     def _prompt_s(self, prompt: Prompt, limit_s: float) -> float:

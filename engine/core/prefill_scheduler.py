@@ -152,7 +152,8 @@ class PrefillScheduler:
             self.step = StepBudget(config.prefill_chunk_tokens, self._full_step_s)
             return
         left = config.prefill_chunk_tokens - len(self._running) * (drafts.num_tokens + 1)
-        num_tokens = max(MIN_PREFILL_TOKENS, min(config.prefill_chunk_tokens_busy, left))
+        busy_tokens = self._costs.busy_tokens(config.prefill_chunk_tokens_busy)
+        num_tokens = max(MIN_PREFILL_TOKENS, min(busy_tokens, left))
         self.step = StepBudget(num_tokens, config.scheduler.max_stall_s)
 
     @property

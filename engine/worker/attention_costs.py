@@ -58,7 +58,7 @@ def with_attention(
     queries = attention_cpu.max_queries() if used == {attention_cpu.attention} else 2**31
     fused_from = FUSED_FROM if mx.metal.is_available() else prompt_attention_cuda.MIN_QUERIES
     has_fused = mx.metal.is_available() or mx.cuda.is_available()
-    if found and has_fused and not any(_pair_bytes(fused_from, *probe) for probe in probes):
+    if costs.pair_bytes <= found > 0 and has_fused and not any(_pair_bytes(fused_from, *probe) for probe in probes):
         queries = fused_from - 1
     return replace(costs, pair_bytes=max(costs.pair_bytes, found), max_queries=queries)
 

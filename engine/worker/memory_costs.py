@@ -31,8 +31,12 @@ MARGIN, CHUNK_MARGIN = 1.15, 1.7
 """Safety factors on measurements of decoding and of prefill, whose chunks may be much larger than the probes. Exact
 values need none."""
 
-PROBE_TOKENS = 192
+PROBE_TOKENS, CUDA_PROBE_TOKENS = 192, 960
 """With the tokens decoded after them they fit into one multiple of SLOTS_STEP, and so do three times as many."""
+CUDA_PROBES, CUDA_CHUNK_MARGIN = 3, 1.3
+"""On CUDA a peak depends on how far the host is ahead of the device, for a large model by gigabytes: as bytes per token
+and per pair of 192 tokens that allowed chunks of 26 tokens. So chunks of the usual size are probed, several times, and
+need a smaller margin."""
 NUM_STEPS = 3
 SHORT_TOKENS = 16
 GREEDY = SamplingParams(2**20)
@@ -141,7 +145,8 @@ def _with_forwards(
     runner: ModelRunner, costs: MemoryCosts, drafts: Sequence[Drafts], expanded_bytes: int
 ) -> MemoryCosts:
     """Probe with prompts of n and 3n tokens, the second in chunks of 2n and n, and with steps of one and both rows."""
-    n = PROBE_TOKENS
+    on_cuda = devices.device_kind() == "cuda"
+    n, margin = (CUDA_PROBE_TOKENS, CUDA_CHUNK_MARGIN) if on_cuda else (PROBE_TOKENS, CHUNK_MARGIN)
     one, two = _row("one", n), _row("two", 3 * n)
     short, long = costs.prompt(n), costs.prompt(3 * n)
     unpacked = int(n * costs.unpacked_bytes)
@@ -158,6 +163,11 @@ def _with_forwards(
     if devices.on_gpu():  # while it computes, the host allocates the next states of all layers; probes end before that
         row = max(row, costs.state_bytes)
     pair = max(late - first, 0) / (2 * n * n)
+    if on_cuda:
+        again = [_chunk_peaks(runner, costs, n) for _ in range(CUDA_PROBES - 1)]
+        firsts, wides, lates = (sorted(peaks) for peaks in zip((first, wide, late), *again, strict=True))
+        pair = max(lates[0] - firsts[-1], 0) / (2 * n * n)  # what the noise does not explain
+        first, wide = firsts[-1], wides[-1]
     token = max(wide - first - (min(2 * n, costs.max_queries) * 2 * n - n * n) * pair, first / 2, 0) / n
     chunk = max(first - n * token - n * n * pair, 0)
     # Steps of many rows expand weights as chunks do, and those of the output layer for all rows (quantized_cuda.py).
@@ -168,10 +178,24 @@ def _with_forwards(
         row_step_bytes=int(MARGIN * row),
         ranked_bytes=int(MARGIN * max(ranked - both, 0)) // 2,
         shaped_bytes=int(MARGIN * max(shaped - both, 0)) // 2,
-        chunk_bytes=int(CHUNK_MARGIN * chunk),
-        token_step_bytes=CHUNK_MARGIN * token,
-        pair_bytes=CHUNK_MARGIN * pair,
+        chunk_bytes=int(margin * chunk),
+        token_step_bytes=margin * token,
+        pair_bytes=margin * pair,
     )
+
+
+def _chunk_peaks(runner: ModelRunner, costs: MemoryCosts, n: int) -> tuple[int, int, int]:
+    """Return the bytes of a first chunk of n tokens, of one of 2n, and of one of n behind 2n others."""
+    one, two = _row("one", n), _row("two", 3 * n)
+    short, long, unpacked = costs.prompt(n), costs.prompt(3 * n), int(n * costs.unpacked_bytes)
+    try:
+        first = _peak(lambda: runner.prefill([one], n)) - costs.base_bytes - short - unpacked
+        runner.drop([one.id])
+        wide = _peak(lambda: runner.prefill([two], 2 * n)) - costs.base_bytes - long - 2 * unpacked
+        late = _peak(lambda: runner.prefill([two], n)) - costs.base_bytes - long - 3 * unpacked
+    finally:
+        runner.drop([one.id, two.id])
+    return first, wide, late
 
 
 def _of_unpacking(kv_format: KVFormat) -> float:

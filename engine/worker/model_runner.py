@@ -44,6 +44,7 @@ from engine.worker import (
     memory,
     memory_costs,
     patches,
+    run_ahead,
     split_products,
     warm_up,
 )
@@ -81,6 +82,7 @@ def load_runner(config: EngineConfig, progress: Callable[[float], None]) -> "MLX
     loader.use_device(config.device)
     with starting(devices.device_kind(), config.share_device) as lock:
         runner = MLXRunner(loader.load(config, progress), config, lock)
+        run_ahead.limit(runner._language_model.lm)
         memory.set_limits(config)
         runner.warm_up(progress)
         return runner

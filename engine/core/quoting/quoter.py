@@ -226,7 +226,7 @@ class Quoter:
         step_s, token_s = costs.step_s(num_rows, load.drafts), costs.token_s(num_rows)
         if not num_rows or step_s is None or token_s is None:
             return seconds
-        chunk_s = costs.chunk_s(self._config.prefill_chunk_tokens_busy, 0)
+        chunk_s = costs.chunk_s(costs.busy_tokens(self._config.prefill_chunk_tokens_busy), 0)
         chunk_s = max(min(self._config.scheduler.max_stall_s, chunk_s), 1e-6)
         return seconds + min(seconds * step_s / chunk_s, load.answer_tokens * token_s)
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.core.cost_model import CostModel
+from engine.core.cost_model import BUSY_TOKENS, CostModel
 from engine.core.runner import PLAIN, ChunkTime, Drafts, StepTime
 from tests.benchmarks.sim_runner import MACHINES
 
@@ -104,3 +104,17 @@ def test_steps_that_the_pipeline_mixes_or_that_waited_for_a_chunk_are_not_timed(
         costs.record_step(1, PLAIN, 1.0, None)
         costs.record_step(1, PLAIN, 0.0, 0.5)
     assert costs.step_s(1, PLAIN) == before
+
+
+@pytest.mark.parametrize(
+    ("times", "limit", "expected"),
+    [
+        (((64, 0.34), (256, 1.3)), None, BUSY_TOKENS),  # a token takes 5 ms: larger chunks bring little
+        (((64, 0.0532), (256, 0.0628)), None, 1000),  # 50 ms, and 50 us per token
+        (((64, 0.0532), (256, 0.0628)), 300, 300),
+        ((), None, BUSY_TOKENS),
+    ],
+)
+def test_a_step_beside_rows_computes_as_many_prompt_tokens_as_cost_little_more_than_one(times, limit, expected):
+    costs = CostModel(chunk_times=[ChunkTime(n, seconds) for n, seconds in times])
+    assert costs.busy_tokens(limit) == pytest.approx(expected, rel=0.05)

@@ -3,6 +3,7 @@
 import gc
 import json
 from dataclasses import asdict
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -121,8 +122,23 @@ def test_a_row_on_a_gpu_takes_the_bytes_of_its_next_states_in_a_step(
     """Steps of two rows, as they are measured, are done before the host has allocated the states of all layers."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(memory_costs, "_decoding", lambda runner, drafts: 0)
-    monkeypatch.setattr(memory_costs, "devices", SimpleNamespace(on_gpu=lambda: on_gpu))
+    monkeypatch.setattr(memory_costs, "devices", SimpleNamespace(on_gpu=lambda: on_gpu, device_kind=lambda: "cpu"))
     costs = model_runner.load_runner(EngineConfig(model=str(tiny_model())), lambda progress: None).costs
     assert costs.state_bytes > 0
     expected = MARGIN * costs.state_bytes if on_gpu else 0
     assert costs.row_step_bytes == pytest.approx(expected, abs=1)
+
+
+def test_peaks_that_differ_by_how_far_the_host_is_ahead_count_as_no_scores(
+    tiny_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """On CUDA; of 192 tokens such a difference counted as 120 KB per pair, and chunks had 26 tokens."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(memory_costs, "CUDA_PROBE_TOKENS", 192)
+    noise = cycle([0, 10**9, 3 * 10**8, 6 * 10**8])
+    peak = memory_costs._peak
+    monkeypatch.setattr(memory_costs, "_peak", lambda work: peak(work) + next(noise))
+    monkeypatch.setattr(memory_costs, "devices", SimpleNamespace(on_gpu=lambda: True, device_kind=lambda: "cuda"))
+    costs = model_runner.load_runner(EngineConfig(model=str(tiny_model())), lambda progress: None).costs
+    assert costs.pair_bytes < 10**4
+    assert 10**9 < costs.chunk(384, 384) < costs.chunk(384, 8192) < 2 * 10**9
