@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.processing import grid_settings
+from engine.processing.canvas_grid import CanvasGrid
 from engine.processing.image_grid import ImageGrid
 from engine.processing.padded_anyres_grid import PaddedAnyresGrid
 from engine.processing.paligemma_grid import paligemma_grid
@@ -43,10 +44,25 @@ def _deepseek_vl2_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -
     return PaddedAnyresGrid(patch_size, merge_size, resample, side, tuple(resolutions), padding)
 
 
+def _llama4_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> CanvasGrid:
+    """Return the grid of tiles. Raises ValueError if the tower takes others."""
+    patch_size, side = grid_settings.tower_patches(config, settings["size"]["height"])
+    if (width := settings["size"].get("width", side)) != side:
+        raise ValueError(f"it makes images of {width} x {side} pixels; supported are squares")
+    num_patches, ratio = side // patch_size, float(config["vision_config"].get("pixel_shuffle_ratio", 0.5))
+    merge_size = round(1 / ratio) if 0 < ratio <= 1 else 0
+    if not merge_size or merge_size * ratio != 1 or num_patches % merge_size:
+        raise ValueError(f"pixel_shuffle_ratio is {ratio}; its inverse must divide the {num_patches} patches of a side")
+    if not 1 <= (max_tiles := int(settings["max_patches"])) <= grid_settings.MAX_CROPS:
+        raise ValueError(f"max_patches is {max_tiles}; it must be between 1 and {grid_settings.MAX_CROPS}")
+    return CanvasGrid(patch_size, merge_size, int(settings["resample"]), side, max_tiles)
+
+
 GRIDS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], ImageGrid]] = {
     **grid_settings.GRIDS,
     "aya_vision": _aya_grid,
     "deepseek_vl2": _deepseek_vl2_grid,
+    "llama4": _llama4_grid,
     "paligemma": paligemma_grid,
 }
 """By family: builds the grid from the image processor's settings and config.json."""

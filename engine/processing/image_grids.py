@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 from engine.processing.anyres_grid import AnyresGrid
 from engine.processing.area_grid import AreaGrid
+from engine.processing.canvas_grid import CanvasGrid
 from engine.processing.hd_grid import HDGrid
 from engine.processing.image_grid import ImageGrid
 from engine.processing.naflex_grid import NaFlexGrid
@@ -26,6 +27,7 @@ KINDS: dict[str, type[ImageGrid]] = {
     for kind in (
         AnyresGrid,
         AreaGrid,
+        CanvasGrid,
         HDGrid,
         NaFlexGrid,
         NativeGrid,

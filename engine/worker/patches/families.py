@@ -10,6 +10,7 @@ from engine.worker.patches import (
     glm_rope,
     hy_v4_index,
     internlm_rope,
+    llama4_gelu,
     mimo_window,
     molmo2_embedding,
     molmo2_tower,
@@ -34,6 +35,7 @@ def correct() -> None:
     glm_rope.install()
     hy_v4_index.install()
     internlm_rope.install()
+    llama4_gelu.install()
     mimo_window.install()
     molmo2_embedding.install()
     molmo2_tower.install()
