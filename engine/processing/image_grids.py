@@ -10,6 +10,7 @@ from engine.processing.hd_grid import HDGrid
 from engine.processing.image_grid import ImageGrid
 from engine.processing.naflex_grid import NaFlexGrid
 from engine.processing.native_grid import NativeGrid
+from engine.processing.navit_grid import NavitGrid
 from engine.processing.overlap_grid import OverlapGrid
 from engine.processing.padded_anyres_grid import PaddedAnyresGrid
 from engine.processing.padded_overlap_grid import PaddedOverlapGrid
@@ -31,6 +32,7 @@ KINDS: dict[str, type[ImageGrid]] = {
         HDGrid,
         NaFlexGrid,
         NativeGrid,
+        NavitGrid,
         OverlapGrid,
         PaddedAnyresGrid,
         PaddedOverlapGrid,

@@ -26,7 +26,7 @@ from tests.support.families.family import (
 )
 from tests.support.families.vision import VISION_FAMILIES
 from tests.support.gemma4_family import GEMMA4_SIGHTED
-from tests.support.kimi_family import KIMI_VL
+from tests.support.kimi_family import KIMI_K25, KIMI_VL
 from tests.support.lfm2_family import LFM2_VL, UNDIVIDED
 from tests.support.llama4_family import LLAMA4
 from tests.support.molmo2_family import MOLMO2
@@ -254,6 +254,7 @@ SIGHTED: dict[str, SightedFamily] = {
     "molmo": MOLMO,
     "molmo2": MOLMO2,
     "kimi_vl": KIMI_VL,
+    "kimi_k25": KIMI_K25,
     "lfm2_vl": LFM2_VL,
     "lfm2-vl": UNDIVIDED,
     "paligemma": ONE,
@@ -325,6 +326,7 @@ IN_WORDS: dict[str, tuple[str, str, str]] = {
         "one",
         "one run per row, of the square and then of all crops together",
     ),
+    "kimi_k25": ("patches of any shape, with padding", "one", "one run"),
     "kimi_vl": ("patches of any shape, with padding", "one", "one run"),
     "lfm2_vl": (
         "patches of any shape, or tiles and a thumbnail of any shape",

@@ -10,6 +10,7 @@ from engine.worker.patches import (
     glm_rope,
     hy_v4_index,
     internlm_rope,
+    kimi_k25_tower,
     llama4_gelu,
     mimo_window,
     molmo2_embedding,
@@ -35,6 +36,7 @@ def correct() -> None:
     glm_rope.install()
     hy_v4_index.install()
     internlm_rope.install()
+    kimi_k25_tower.install()
     llama4_gelu.install()
     mimo_window.install()
     molmo2_embedding.install()
