@@ -15,6 +15,7 @@ from engine.worker.patches import (
     mimo_window,
     molmo2_embedding,
     molmo2_tower,
+    moonvit_arithmetic,
     moonvit_positions,
     paligemma_layers,
     phi3small_blocks,
@@ -41,6 +42,7 @@ def correct() -> None:
     mimo_window.install()
     molmo2_embedding.install()
     molmo2_tower.install()
+    moonvit_arithmetic.install()
     moonvit_positions.install()
     paligemma_layers.install()
     phi3small_blocks.install()

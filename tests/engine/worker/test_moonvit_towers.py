@@ -1,7 +1,8 @@
-"""Kimi K2.5's tower: the features of the library's forward, with the arithmetic of transformers."""
+"""The towers of Kimi-VL and Kimi K2.5: the features of the library's forward, with the published arithmetic."""
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +11,31 @@ import engine.worker  # noqa: F401  # before MLX
 import mlx.core as mx  # isort: skip
 import numpy as np
 import pytest
-from mlx_vlm.models.kimi_k25 import vision as library
+from mlx_vlm.models.kimi_k25.vision import Learnable2DInterpPosEmb
 from mlx_vlm.utils import load_model
 
 from engine.config import EngineConfig
 from engine.processing.images import ImagePreprocessor
-from engine.worker.kimi_k25_tower import KimiK25Tower
-from engine.worker.patches import kimi_k25_tower
+from engine.worker.patches import kimi_k25_tower, moonvit_arithmetic
 from engine.worker.patches.moonvit_positions import positions
 from engine.worker.vision import VisionEncoder
+from engine.worker.vision_towers import make_tower
 from tests.support.cold_runner import load_cold
-from tests.support.kimi_family import KIMI_K25
-from tests.support.sighted_family import IDS
+from tests.support.kimi_family import KIMI_K25, KIMI_VL
+from tests.support.sighted_family import IDS, SightedFamily
 from tests.support.vision_zoo import image, make
 
 SIZES = [(64, 40), (33, 64), (20, 20), (300, 20), (5, 5), (20, 300), (200, 190)]
 
 
+@pytest.fixture(scope="module", params=[KIMI_VL, KIMI_K25], ids=["kimi_vl", "kimi_k25"])
+def family(request: pytest.FixtureRequest) -> SightedFamily:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("kimi_k25") / "model", KIMI_K25)
+def path(family: SightedFamily, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("moonvit") / "model", family)
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +43,13 @@ def module(path: Path) -> Any:
     return load_model(path)
 
 
-def test_features_are_those_of_the_library(path: Path, module: Any):
+def test_features_are_those_of_the_library(family: SightedFamily, path: Path, module: Any):
     preprocessor = ImagePreprocessor(path)
-    vision = VisionEncoder(KimiK25Tower(module), preprocessor.normalization, 0)
+    vision = VisionEncoder(make_tower(module, family.config["model_type"]), preprocessor.normalization, 0)
     for size in SIZES:
         patches = preprocessor.patches(image(*size))
         ids = mx.full((1, patches.num_tokens), IDS["<image>"])
-        made = {name: mx.array(value) for name, value in KIMI_K25.pixels([image(*size)]).items()}
+        made = {name: mx.array(value) for name, value in family.pixels([image(*size)]).items()}
         expected = module.get_input_embeddings(ids, **made).inputs_embeds[0]
         np.testing.assert_allclose(vision.encode(patches), expected, rtol=1e-4, atol=1e-4, err_msg=str(size))
 
@@ -67,8 +73,8 @@ def turned(x: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
     return np.stack([turned.real, turned.imag], -1).reshape(x.shape)
 
 
-def transformers_block(x: np.ndarray, block: Any, grid: tuple[int, int]) -> np.ndarray:
-    """Compute a block [n, dim] as transformers' Kimi K2.5 does, in float64."""
+def published_block(x: np.ndarray, block: Any, grid: tuple[int, int]) -> np.ndarray:
+    """Compute a block [n, dim] as MoonViT does, in float64."""
     heads = block.attn.num_heads
     projected = linear(normed(x, block.norm0), block.attn.wqkv).reshape(len(x), 3, heads, -1)
     queries, keys, values = turned(projected[:, 0], grid), turned(projected[:, 1], grid), projected[:, 2]
@@ -81,57 +87,60 @@ def transformers_block(x: np.ndarray, block: Any, grid: tuple[int, int]) -> np.n
     return x + linear(activated, block.mlp.fc1)
 
 
-def test_blocks_positions_and_projector_are_those_of_transformers(path: Path, module: Any):
-    """Only the library's weights are read: each step is written out."""
+def test_blocks_positions_and_projector_are_those_of_the_published_towers(path: Path, module: Any):
+    """Only the library's weights are read: each step is written out, in float64."""
     preprocessor, tower = ImagePreprocessor(path), module.vision_tower
-    one = preprocessor.patches(image(72, 40))
+    is_k25 = module.config.model_type == "kimi_k25"
+    projector = module.mm_projector if is_k25 else module.multi_modal_projector
+    first, last = (projector.proj[0], projector.proj[2]) if is_k25 else (projector.linear_1, projector.linear_2)
+    one, normalization = preprocessor.patches(image(72, 40)), preprocessor.normalization
     rows, columns = one.grid_thw[1:]
-    mean, std = (
-        np.array(value)[:, None, None] for value in (preprocessor.normalization.mean, preprocessor.normalization.std)
-    )
-    pixels = (one.patches / 255.0 - mean) / std
-    proj = tower.patch_embed.proj
+    mean, std = (np.array(value)[:, None, None] for value in (normalization.mean, normalization.std))
+    proj, pixels = tower.patch_embed.proj, (one.patches / 255.0 - mean) / std
     x = np.einsum("nchw,ohwc->no", pixels, np.array(proj.weight)) + np.array(proj.bias)
     x = x + np.array(positions(tower.patch_embed.pos_emb, (rows, columns)))
     for block in tower.blocks:
-        x = transformers_block(x, block, (rows, columns))
-    x = normed(normed(x, tower.final_layernorm), module.mm_projector.pre_norm)
+        x = published_block(x, block, (rows, columns))
+    x = normed(normed(x, tower.final_layernorm), projector.pre_norm)
     x = x.reshape(rows // 2, 2, columns // 2, 2, -1).transpose(0, 2, 1, 3, 4).reshape(rows * columns // 4, -1)
-    inner = linear(x, module.mm_projector.proj[0])
-    x = linear(0.5 * inner * (1 + np.vectorize(math.erf)(inner / math.sqrt(2))), module.mm_projector.proj[2])
-    found = VisionEncoder(KimiK25Tower(module), preprocessor.normalization, 0).encode(one)
+    inner = linear(x, first)
+    x = linear(0.5 * inner * (1 + np.vectorize(math.erf)(inner / math.sqrt(2))), last)
+    found = VisionEncoder(make_tower(module, module.config.model_type), normalization, 0).encode(one)
     np.testing.assert_allclose(found, x, atol=2e-4, rtol=2e-4)
 
 
-def test_the_patch_is_still_needed(module: Any, monkeypatch: pytest.MonkeyPatch):
-    tower, config = module.vision_tower, module.config.vision_config
-    shape = mx.array([[6, 10]])
-    x = mx.random.normal((60, config.embed_dim), key=mx.random.key(0))
-    own = tower.patch_embed.pos_emb(x, shape)
-    for name in (library.MLP, library.Qwen2VLVisionBlock, library.VisionModel):
-        monkeypatch.setattr(name, "__init__", kimi_k25_tower.LIBRARY[name])
-    monkeypatch.setattr(
-        library.Learnable2DInterpPosEmb, "__call__", kimi_k25_tower.LIBRARY[library.Learnable2DInterpPosEmb]
-    )
-    assert mx.abs(tower.patch_embed.pos_emb(x, shape) - own).max() > 0.02
-    made = library.VisionModel(config)
+def test_the_corrections_of_gelu_and_norms_are_still_needed(module: Any, monkeypatch: pytest.MonkeyPatch):
+    tower, library = module.vision_tower, sys.modules[type(module.vision_tower).__module__]
+    for cls in moonvit_arithmetic.CORRECTIONS:
+        monkeypatch.setattr(cls, "__init__", moonvit_arithmetic.LIBRARY[cls])
+    made = library.VisionModel(module.config.vision_config)
     assert made.final_layernorm.eps == made.blocks[0].norm0.eps == made.blocks[0].norm1.eps == 1e-6
     wide = mx.linspace(-3, 3, 100)
     assert mx.abs(made.blocks[0].mlp.activation_fn(wide) - tower.blocks[0].mlp.activation_fn(wide)).max() > 1e-4
 
 
-def test_checkpoint_with_the_published_names_of_sizes_gives_the_same_features(path: Path, tmp_path: Path):
+def test_the_correction_of_kimi_k25s_positions_is_still_needed():
+    embeddings = Learnable2DInterpPosEmb(4, 4, 8)
+    embeddings.weight = mx.random.normal((4, 4, 8), key=mx.random.key(0))
+    x, shape = mx.zeros((60, 8)), mx.array([[6, 10]])
+    assert mx.abs(kimi_k25_tower.library_positions(embeddings, x, shape) - embeddings(x, shape)).max() > 0.05
+
+
+def test_checkpoint_with_the_published_names_of_sizes_gives_the_same_features(tmp_path: Path):
     """As published, but for the names of weights, which the library changes itself."""
+    path = make(tmp_path / "own", KIMI_K25)
     config = json.loads((path / "config.json").read_text())
     vision = config["vision_config"]
     names = {"depth": "vt_num_hidden_layers", "num_heads": "vt_num_attention_heads", "embed_dim": "vt_hidden_size"}
     names |= {"intermediate_size": "vt_intermediate_size", "hidden_size": "mm_hidden_size"}
     renamed = {names.get(name, name): value for name, value in vision.items()} | {"model_type": ""}
+    other = tmp_path / "published"
+    other.mkdir()
     for file in path.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "vision_config": renamed}))
+        (other / file.name).write_bytes(file.read_bytes())
+    (other / "config.json").write_text(json.dumps({**config, "vision_config": renamed}))
     found = []
-    for folder in (path, tmp_path):
+    for folder in (path, other):
         vision_encoder = load_cold(EngineConfig(model=str(folder)))._vision
         assert vision_encoder is not None
         found.append(np.array(vision_encoder.encode(ImagePreprocessor(folder).patches(image(64, 40)))))
