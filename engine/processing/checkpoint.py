@@ -279,8 +279,9 @@ def image_processor_config(model_dir: Path) -> dict[str, Any]:
     """Return the image processor's configuration from either of the two files that may have it; {} if there is none.
 
     DeepSeek-OCR has no image processor of its own: processor_config.json has its settings among those of the processor.
+    Kimi K2.5 has its settings in a part of the file.
     """
     if own_file := read_optional_json(model_dir / "preprocessor_config.json"):
-        return own_file
+        return {**own_file, **(own_file.get("media_proc_cfg") or {})}
     whole = read_optional_json(model_dir / "processor_config.json")
     return whole.get("image_processor") or (whole if "image_mean" in whole else {})

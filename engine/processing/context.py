@@ -52,6 +52,20 @@ MOLMO_NAMES = {
 }
 """Names of Molmo's sizes in mlx-vlm by those of its published config.json."""
 
+KIMI_K25_TOWERS = ("", "kimi_k25", "kimi_k25_vision")
+"""Names in config.json of Kimi K2.5's vision tower, which mlx-vlm calls moonvit; published files leave it empty."""
+
+KIMI_K25_NAMES = {
+    "depth": ("vt_num_hidden_layers", "num_hidden_layers"),
+    "embed_dim": ("vt_hidden_size", "hidden_size"),
+    "hidden_size": ("vt_hidden_size",),
+    "init_pos_emb_height": ("pos_emb_height",),
+    "init_pos_emb_width": ("pos_emb_width",),
+    "intermediate_size": ("vt_intermediate_size",),
+    "num_heads": ("vt_num_attention_heads", "num_attention_heads"),
+}
+"""Names of the sizes of that tower in mlx-vlm, and those of published files and of transformers."""
+
 LIBRARY_DEFAULTS: dict[str, dict[str, Any]] = {"granitemoehybrid": {"time_step_limit": [0.0, float("inf")]}}
 """transformers' defaults by family where mlx-vlm has others and published checkpoints leave the field out."""
 
@@ -127,6 +141,7 @@ def library_config(config: EngineConfig, model_config: dict[str, Any]) -> dict[s
     """
     changed = copy.deepcopy(model_config)
     _set_molmo_text(changed)
+    _set_kimi_k25_tower(changed)
     section = text_section(changed)
     parameters = section.get("rope_parameters")
     _set_gemma3_base(section)
@@ -161,6 +176,19 @@ def _set_molmo_text(config: dict[str, Any]) -> None:
     if config.get("model_type") == "molmo" and not config.get("text_config") and "hidden_size" in config:
         fields = {name: value for name, value in config.items() if not isinstance(value, dict)}
         config["text_config"] = fields | {MOLMO_NAMES[name]: fields[name] for name in MOLMO_NAMES if name in fields}
+
+
+def _set_kimi_k25_tower(config: dict[str, Any]) -> None:
+    """Name the tower of Kimi K2.5, which published files do not, and its sizes as mlx-vlm reads them."""
+    vision = config.get("vision_config")
+    if config.get("model_type") != "kimi_k25" or not isinstance(vision, dict):
+        return
+    if vision.get("model_type") in KIMI_K25_TOWERS:
+        vision["model_type"] = "moonvit"
+    for name, names in KIMI_K25_NAMES.items():
+        given = next((vision[own] for own in names if own in vision), None)
+        if given is not None:
+            vision.setdefault(name, given)
 
 
 def _set_gemma3_base(section: dict[str, Any]) -> None:

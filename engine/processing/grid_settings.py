@@ -115,7 +115,7 @@ def _paddleocr_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> R
 
 
 def _gemma3_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> SquareGrid | PanGrid:
-    patch_size, side = _tower_patches(config, settings["size"]["height"])
+    patch_size, side = tower_patches(config, settings["size"]["height"])
     text = config.get("text_config") or {}
     num_tokens = text.get("mm_tokens_per_image") or config.get("mm_tokens_per_image") or 256
     merge_size = side // patch_size // math.isqrt(num_tokens)
@@ -163,7 +163,7 @@ def _pixtral_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Row
 
 
 def _idefics3_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> SplitGrid:
-    patch_size, side = _tower_patches(config, settings["max_image_size"]["longest_edge"])
+    patch_size, side = tower_patches(config, settings["max_image_size"]["longest_edge"])
     return SplitGrid(
         patch_size=patch_size,
         merge_size=int(config.get("scale_factor", 2)),
@@ -175,7 +175,7 @@ def _idefics3_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Sp
 
 
 def _internvl_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> TileGrid:
-    patch_size, side = _tower_patches(config, settings["size"]["height"])
+    patch_size, side = tower_patches(config, settings["size"]["height"])
     return TileGrid(
         patch_size=patch_size,
         merge_size=int(1 / config.get("downsample_ratio", 0.5)),
@@ -188,7 +188,7 @@ def _internvl_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Ti
 
 def _internvl_chat_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> TileGrid:
     """Its image processor knows squares alone: config.json has the numbers of tiles, which code of InternVL's cuts."""
-    patch_size, side = _tower_patches(
+    patch_size, side = tower_patches(
         config, int(config.get("force_image_size") or config["vision_config"]["image_size"])
     )
     return TileGrid(
@@ -203,14 +203,14 @@ def _internvl_chat_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) 
 
 def _llava_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> SquareGrid:
     crops = settings.get("do_center_crop", True)
-    patch_size, side = _tower_patches(config, settings["crop_size" if crops else "size"]["height"])
+    patch_size, side = tower_patches(config, settings["crop_size" if crops else "size"]["height"])
     if crops and (shortest := settings.get("size", {}).get("shortest_edge", side)) != side:
         raise ValueError(f"shortest_edge is {shortest}; supported is the height of crop_size, {side}")
     return SquareGrid(patch_size=patch_size, merge_size=1, resample=int(settings["resample"]), side=side, crops=crops)
 
 
 def _llava_siglip_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> SquareGrid:
-    patch_size, side = _tower_patches(config, settings["size"]["height"])
+    patch_size, side = tower_patches(config, settings["size"]["height"])
     return SquareGrid(patch_size=patch_size, merge_size=1, resample=int(settings["resample"]), side=side)
 
 
@@ -231,7 +231,7 @@ def _llava_onevision_grid(settings: Mapping[str, Any], config: Mapping[str, Any]
 def _anyres_grid(
     settings: Mapping[str, Any], config: Mapping[str, Any], tile_side: int, max_features: int | None
 ) -> AnyresGrid:
-    patch_size, side = _tower_patches(config, tile_side)
+    patch_size, side = tower_patches(config, tile_side)
     resolutions = tuple((int(height), int(width)) for height, width in settings["image_grid_pinpoints"])
     if (named := config.get("image_grid_pinpoints")) is not None and [list(one) for one in resolutions] != named:
         raise ValueError("its image_grid_pinpoints differ from those of config.json")
@@ -339,7 +339,7 @@ def _molmo2_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Over
     if isinstance(of_tower, list) and of_tower != of_tower[:1] * 2:
         raise ValueError(f"image_default_input_size is {of_tower}; supported are two equal numbers of pixels")
     sizes = {"patch_size": tower.get("image_patch_size", 14), "image_size": of_tower}
-    patch_size, side = _tower_patches({"vision_config": sizes}, size["height"])
+    patch_size, side = tower_patches({"vision_config": sizes}, size["height"])
     margin, *others = settings["overlap_margins"]
     if (given := (size["width"], settings["patch_size"], others)) != (expected := (side, patch_size, [margin])):
         raise ValueError(f"width, patch_size and second overlap margin are {given}; supported are {expected}")
@@ -414,7 +414,7 @@ def _phi4_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> NaFlex
     )
 
 
-def _tower_patches(config: Mapping[str, Any], side: int) -> tuple[int, int]:
+def tower_patches(config: Mapping[str, Any], side: int) -> tuple[int, int]:
     """Return the pixels per side of the vision tower's patches and images. Raises ValueError if `side` is not those."""
     sizes = (config["vision_config"][key] for key in ("patch_size", "image_size"))
     patch_size, image_size = (int(size[0] if isinstance(size, list) else size) for size in sizes)

@@ -5,10 +5,12 @@ from dataclasses import asdict
 
 from engine.processing.anyres_grid import AnyresGrid
 from engine.processing.area_grid import AreaGrid
+from engine.processing.canvas_grid import CanvasGrid
 from engine.processing.hd_grid import HDGrid
 from engine.processing.image_grid import ImageGrid
 from engine.processing.naflex_grid import NaFlexGrid
 from engine.processing.native_grid import NativeGrid
+from engine.processing.navit_grid import NavitGrid
 from engine.processing.overlap_grid import OverlapGrid
 from engine.processing.padded_anyres_grid import PaddedAnyresGrid
 from engine.processing.padded_overlap_grid import PaddedOverlapGrid
@@ -26,9 +28,11 @@ KINDS: dict[str, type[ImageGrid]] = {
     for kind in (
         AnyresGrid,
         AreaGrid,
+        CanvasGrid,
         HDGrid,
         NaFlexGrid,
         NativeGrid,
+        NavitGrid,
         OverlapGrid,
         PaddedAnyresGrid,
         PaddedOverlapGrid,

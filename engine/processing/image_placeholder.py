@@ -222,3 +222,27 @@ def aya_marks(strings: SpecialStrings, settings: Mapping[str, Any]) -> Iterator[
     yield strings.named("start_of_img_token", "<|START_OF_IMG|>")
     yield strings.named("end_of_img_token", "<|END_OF_IMG|>")
     yield strings.named("img_patch_token", "<|IMG_PATCH|>")
+
+
+def in_llama4(image: ImagePatches, strings: SpecialStrings) -> ImagePlaceholder:
+    """One run per tile, with tokens between the columns and behind each row, then one of the whole, as Llama 4 has it.
+
+    These strings are fixed in transformers' processor, whatever processor_config.json calls them.
+    """
+    begin, end, whole, next_column, row_end, _ = llama4_marks(strings, {})
+    (num_tiles, _, _), (rows, columns) = image.grid_thw, image.tiles
+    row = next_column.join([strings.image] * columns) + row_end
+    tiles = row * rows if num_tiles > 1 else ""
+    runs = (image.num_tokens // num_tiles,) * num_tiles
+    return ImagePlaceholder(f"{begin}{tiles}{whole}{strings.image}{end}", runs)
+
+
+def llama4_marker(strings: SpecialStrings) -> str:
+    """Return the token that Llama 4's chat template writes for an image."""
+    return strings.named("image_token", "<|image|>")
+
+
+def llama4_marks(strings: SpecialStrings, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the tokens around the tiles of Llama 4, and the image token."""
+    yield from ("<|image_start|>", "<|image_end|>", "<|image|>", "<|tile_x_separator|>", "<|tile_y_separator|>")
+    yield "<|patch|>"

@@ -10,8 +10,11 @@ from engine.processing.image_placeholder import (
     in_aya,
     in_crops,
     in_internvl,
+    in_llama4,
     in_molmo,
     in_phi3,
+    llama4_marker,
+    llama4_marks,
     molmo_marks,
     one_run,
     phi3_marks,
@@ -63,6 +66,25 @@ AYA_VISION = VisionFamily(
         "vision_feature_select_strategy": "full",  # the tower has no class token
     },
     defaults=INTERNVL.defaults,
+)
+LLAMA4 = VisionFamily(
+    name="llama4",
+    model_types=frozenset(("llama4",)),
+    processors=processors_named("Llama4"),
+    placeholder=in_llama4,
+    marker=llama4_marker,
+    marks=llama4_marks,
+    image_token="<|patch|>",
+    towers=frozenset(("llama4_vision_model",)),
+    setting_values={"do_resize": True, "resize_to_max_canvas": False},
+    config_values={"vision_config.hidden_act": "gelu", "vision_config.multi_modal_projector_bias": False},
+    defaults={
+        **HALF,
+        "size": {"height": 336, "width": 336},
+        "max_patches": 16,
+        "resample": 2,
+        "temporal_patch_size": 1,
+    },
 )
 LLAVA_NEXT = VisionFamily(
     name="llava_next",

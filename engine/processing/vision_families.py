@@ -22,6 +22,7 @@ from engine.processing.tiled_families import (
     DEEPSEEK_VL2,
     INTERNVL,
     INTERNVL_CHAT,
+    LLAMA4,
     LLAVA_NEXT,
     LLAVA_ONEVISION,
     MOLMO,
@@ -191,6 +192,33 @@ KIMI_VL = VisionFamily(
         "temporal_patch_size": 1,
     },
 )
+KIMI_K25 = VisionFamily(
+    name="kimi_k25",
+    model_types=frozenset(("kimi_k25",)),
+    processors=processors_named("Kimi_K25") | {"KimiK25ImageProcessor", "KimiK25VisionProcessor"},
+    needs_processor=False,  # the published file names none
+    placeholder=one_run,
+    image_token="<|media_pad|>",
+    setting_values={"do_resize": True, "fixed_output_tokens": None},
+    config_values={
+        "projection_layer_norm_eps": 1e-5,
+        "vision_config.hidden_act": "gelu_pytorch_tanh",
+        "vision_config.merge_type": "sd2_tpool",
+        "vision_config.mm_projector_type": "patchmerger",
+        "vision_config.pos_emb_type": "divided_fixed",
+        "vision_config.projector_hidden_act": "gelu",
+        "vision_config.projector_ln_eps": 1e-5,
+    },
+    defaults={
+        **HALF,
+        "patch_size": 14,
+        "merge_kernel_size": 2,
+        "in_patch_limit": 16384,
+        "patch_limit_on_one_side": 512,
+        "resample": 3,
+        "temporal_patch_size": 1,
+    },
+)
 LFM2_VL = VisionFamily(
     name="lfm2_vl",
     model_types=frozenset(("lfm2_vl", "lfm2-vl")),
@@ -246,6 +274,7 @@ FAMILIES = (
     INTERNVL,
     INTERNVL_CHAT,
     AYA_VISION,
+    LLAMA4,
     LLAVA,
     LLAVA_SIGLIP,
     PALIGEMMA,
@@ -253,6 +282,7 @@ FAMILIES = (
     LLAVA_ONEVISION,
     MOLMO,
     MOLMO2,
+    KIMI_K25,
     KIMI_VL,
     LFM2_VL,
     PHI3_V,

@@ -52,7 +52,7 @@ from engine.worker.windows import check_windows
 log = logging.getLogger("orchard.engine")
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-STATE_VERSION = 1  # must be increased when prompts' states change: positions, images, the computation of a layer
+STATE_VERSION = 2  # must be increased when prompts' states change: positions, images, the computation of a layer
 COMPUTED_BY = (*(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", "mlx-vlm")), f"state {STATE_VERSION}")
 EVAL_BYTES = 256 * 2**20  # weights are read in pieces of this size, to report progress
 

@@ -8,7 +8,9 @@ import numpy as np
 from engine.worker import square_towers
 from engine.worker.deepseek_vl2_tower import DeepseekVL2Tower
 from engine.worker.gemma4_tower import Gemma4Tower
+from engine.worker.kimi_k25_tower import KimiK25Tower
 from engine.worker.lfm2_tower import Lfm2Tower
+from engine.worker.llama4_tower import Llama4Tower
 from engine.worker.molmo2_tower import Molmo2Tower
 from engine.worker.molmo_tower import MolmoTower
 from engine.worker.moonvit_tower import MoonViTTower
@@ -246,9 +248,11 @@ TOWERS: dict[str, type[VisionTower]] = {
     "idefics3": square_towers.Idefics3Tower,
     "internvl": square_towers.InternVLTower,
     "internvl_chat": square_towers.InternVLChatTower,
+    "kimi_k25": KimiK25Tower,
     "kimi_vl": MoonViTTower,
     "lfm2-vl": Lfm2Tower,
     "lfm2_vl": Lfm2Tower,
+    "llama4": Llama4Tower,
     "llava": square_towers.LlavaTower,
     "llava_next": square_towers.LlavaNextTower,
     "llava_onevision": square_towers.OnevisionTower,

@@ -26,8 +26,9 @@ from tests.support.families.family import (
 )
 from tests.support.families.vision import VISION_FAMILIES
 from tests.support.gemma4_family import GEMMA4_SIGHTED
-from tests.support.kimi_family import KIMI_VL
+from tests.support.kimi_family import KIMI_K25, KIMI_VL
 from tests.support.lfm2_family import LFM2_VL, UNDIVIDED
+from tests.support.llama4_family import LLAMA4
 from tests.support.molmo2_family import MOLMO2
 from tests.support.molmo_family import MOLMO
 from tests.support.paligemma_family import ONE, TWO
@@ -253,6 +254,7 @@ SIGHTED: dict[str, SightedFamily] = {
     "molmo": MOLMO,
     "molmo2": MOLMO2,
     "kimi_vl": KIMI_VL,
+    "kimi_k25": KIMI_K25,
     "lfm2_vl": LFM2_VL,
     "lfm2-vl": UNDIVIDED,
     "paligemma": ONE,
@@ -264,6 +266,7 @@ SIGHTED: dict[str, SightedFamily] = {
     "internvl": INTERNVL,
     "internvl_chat": INTERNVL_CHAT,
     "aya_vision": AYA_VISION,
+    "llama4": LLAMA4,
     "llava": LLAVA,
     "llava with siglip_vision_model": LLAVA_SIGLIP,
     "glm4v": glm("glm4v", seed=3),
@@ -297,6 +300,11 @@ IN_WORDS: dict[str, tuple[str, str, str]] = {
     "internvl": ("tiles and a thumbnail", "one", "one run"),
     "internvl_chat": ("tiles and a thumbnail", "one", "one run, at the place of the image in the text"),
     "aya_vision": ("tiles and a thumbnail", "one", "one run per tile, each behind its number"),
+    "llama4": (
+        "tiles of the canvas that fits the image best, and a square of the whole",
+        "one",
+        "one run per tile, with tokens between the columns and behind each row, and one of the whole",
+    ),
     "llava": ("one square, cut out of the middle", "one", "one run of as many tokens for every image"),
     "llava_next": (
         "tiles of the padded image behind a square of the whole",
@@ -318,6 +326,7 @@ IN_WORDS: dict[str, tuple[str, str, str]] = {
         "one",
         "one run per row, of the square and then of all crops together",
     ),
+    "kimi_k25": ("patches of any shape, with padding", "one", "one run"),
     "kimi_vl": ("patches of any shape, with padding", "one", "one run"),
     "lfm2_vl": (
         "patches of any shape, or tiles and a thumbnail of any shape",

@@ -10,9 +10,12 @@ from engine.worker.patches import (
     glm_rope,
     hy_v4_index,
     internlm_rope,
+    kimi_k25_tower,
+    llama4_gelu,
     mimo_window,
     molmo2_embedding,
     molmo2_tower,
+    moonvit_arithmetic,
     moonvit_positions,
     paligemma_layers,
     phi3small_blocks,
@@ -34,9 +37,12 @@ def correct() -> None:
     glm_rope.install()
     hy_v4_index.install()
     internlm_rope.install()
+    kimi_k25_tower.install()
+    llama4_gelu.install()
     mimo_window.install()
     molmo2_embedding.install()
     molmo2_tower.install()
+    moonvit_arithmetic.install()
     moonvit_positions.install()
     paligemma_layers.install()
     phi3small_blocks.install()
