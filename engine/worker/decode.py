@@ -27,7 +27,7 @@ from engine.core.row import Row
 from engine.core.runner import NO_TOKEN, PLAIN, Drafts, RowOutput, RowSnapshot
 from engine.worker.acceptance import Acceptance
 from engine.worker.compiled import CompiledForward
-from engine.worker.drafter import Drafter, DraftHead, PendingHiddenStates
+from engine.worker.drafter import Drafter, DraftingModel, PendingHiddenStates
 from engine.worker.kv_cache import BatchCache, SequenceCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.pending_step import DecodingRow, PendingStep
@@ -67,7 +67,7 @@ class DecodeGroup:
     def __init__(
         self,
         language_model: LanguageModel,
-        head: DraftHead | None,
+        head: DraftingModel | None,
         vocab_size: int,
         first: JoiningRow,
         compiled: CompiledForward | None = None,

@@ -1,7 +1,8 @@
 """A separate small model with the target's tokenizer as the proposer of draft tokens.
 
-It drafts as an MTP head does (worker/mtp.py), but reads tokens alone. A head reads the pairs (token p + 1, hidden state
-p), so that its cache has one entry less than there are tokens; a draft model reads every token, the first one included.
+It drafts as a head does (worker/drafting_head.py), but reads tokens alone. A head reads the pairs (token p + 1, hidden
+state p), so that its cache has one entry less than there are tokens; a draft model reads every token, the first one
+included.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ LOWEST = -1e9  # logit of tokens that the draft model's output layer lacks
 
 
 class DraftModel:
-    """Predicts the token after each token. Implements drafter.DraftHead.
+    """Predicts the token after each token. Implements drafter.DraftingModel.
 
     Args:
         module: The library's model.
@@ -50,7 +51,7 @@ class DraftModel:
         self._extend(mx.array([[first_token_id]], mx.int32), cache)
 
     def prime(self, next_token_ids: mx.array, hidden: mx.array, cache: SequenceCache) -> None:
-        """Launch a chunk of one prompt, see MTPHead.prime."""
+        """Launch a chunk of one prompt, see DraftingHead.prime."""
         self._extend(next_token_ids, cache)
 
     def _extend(self, token_ids: mx.array, cache: SequenceCache) -> None:
@@ -61,7 +62,7 @@ class DraftModel:
         )
 
     def __call__(self, token_ids: mx.array, hidden: mx.array, cache: list[Any], positions: mx.array) -> mx.array:
-        """Compute hidden states [B, L, hidden] for `logits`; see MTPHead."""
+        """Compute hidden states [B, L, hidden] for `logits`; see DraftingHead."""
         return self._language_model.states(self._known(token_ids), cache, positions)
 
     def _known(self, token_ids: mx.array) -> mx.array:

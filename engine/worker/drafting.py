@@ -9,9 +9,9 @@ import numpy as np
 from engine.config import DraftLimits, EngineConfig
 from engine.core.runner import Drafts, Proposer
 from engine.worker.draft_model import DraftModel
-from engine.worker.drafter import MAX_PENDING, DraftHead
+from engine.worker.drafter import MAX_PENDING, DraftingModel
+from engine.worker.drafting_head import DraftingHead
 from engine.worker.language_model import LanguageModel
-from engine.worker.mtp import MTPHead
 from engine.worker.recurrent_layer import BatchRecurrentLayer
 from engine.worker.rewind import has_recurrent_layers, rewind_unsupported_reason
 
@@ -34,7 +34,7 @@ drafts, and for recurrent models that keep a state per verified token."""
 
 def drafting_head(
     draft: Any | None, mtp_head: Any | None, vocab_size: int, num_embeddings: int, language_model: LanguageModel
-) -> DraftHead | None:
+) -> DraftingModel | None:
     """Return the model that drafts, None without one.
 
     Args:
@@ -46,11 +46,11 @@ def drafting_head(
     """
     if draft is not None:
         return DraftModel(draft, vocab_size, num_embeddings)
-    return None if mtp_head is None else MTPHead(mtp_head, language_model)
+    return None if mtp_head is None else DraftingHead(mtp_head, language_model)
 
 
 def drafts_offered(
-    config: EngineConfig, head: DraftHead | None, no_head: str, language_model: LanguageModel
+    config: EngineConfig, head: DraftingModel | None, no_head: str, language_model: LanguageModel
 ) -> tuple[tuple[Drafts, ...], dict[Proposer, str]]:
     """Return the ways to draft, see ModelRunner.drafts, and why proposers cannot draft.
 
@@ -86,12 +86,12 @@ def most_draft_tokens(drafts: Sequence[Drafts]) -> int:
     return max((one.num_tokens for one in drafts), default=0)
 
 
-def most_pending(head: DraftHead | None, drafts: Sequence[Drafts]) -> int:
+def most_pending(head: DraftingModel | None, drafts: Sequence[Drafts]) -> int:
     """Return the most tokens of a row whose hidden states wait for the head: of a step, if it needs only the newest."""
     return MAX_PENDING if head is None or head.sharing is None else most_draft_tokens(drafts) + 1
 
 
-def hidden_bytes(head: DraftHead | None, language_model: LanguageModel) -> int:
+def hidden_bytes(head: DraftingModel | None, language_model: LanguageModel) -> int:
     """Return the bytes of a token's hidden state as the head reads it; 0 without a head. Computes nothing."""
     if head is None:
         return 0
@@ -101,7 +101,7 @@ def hidden_bytes(head: DraftHead | None, language_model: LanguageModel) -> int:
     return 0 if read is None else read.nbytes
 
 
-def _lengths_of(head: DraftHead, keeps_states: bool) -> Sequence[int]:
+def _lengths_of(head: DraftingModel, keeps_states: bool) -> Sequence[int]:
     """Return the numbers of draft tokens of a head with `auto`."""
     if head.sharing is not None:
         return SHARING_LENGTHS

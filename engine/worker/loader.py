@@ -37,11 +37,11 @@ from engine.start_phase import StartPhase
 from engine.worker import cuda_kernel, devices, mtp_loader
 from engine.worker.config_fields import check_fields
 from engine.worker.draft_model import draft_unsupported_reason
+from engine.worker.drafting_head import DraftingHead
 from engine.worker.dropped_weights import check_dropped
 from engine.worker.expanded_weights import Expansion, expand
 from engine.worker.family import bidirectional_reason, unknown_reason, unsupported_reason
 from engine.worker.language_model import LanguageModel
-from engine.worker.mtp import MTPHead
 from engine.worker.patches import families, gated_delta_next, mamba2_rows, metal_on_cpu
 from engine.worker.patches.bare_names import bare_names
 from engine.worker.refused_families import refusal
@@ -345,7 +345,7 @@ def check_kv_bits(bits: int, module: Any, head: Any | None = None) -> None:
     try:
         language_model.make_cache()
         if head is not None:
-            MTPHead(head, language_model).make_cache()
+            DraftingHead(head, language_model).make_cache()
     except ValueError as error:
         raise EngineFailed(f"kv_cache.bits is {bits}: {error}; use 16") from error
 

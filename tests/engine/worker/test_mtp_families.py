@@ -24,7 +24,7 @@ from engine.errors import EngineFailed
 from engine.protocol import EngineRequest, Progress, SamplingParams
 from engine.worker import loader, mtp_loader
 from engine.worker.decode import DecodeGroup
-from engine.worker.drafter import DraftHead
+from engine.worker.drafter import DraftingModel
 from engine.worker.heads.qwen import QWEN_FORMATS
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.cold_runner import load_cold
@@ -154,7 +154,7 @@ def test_answer_cut_anywhere_goes_on_in_another_engine_with_drafts(served):
         assert (num_drafted > 0) == (options is drafts)
 
 
-def chained(head: DraftHead, behind: mx.array, read: mx.array, num_drafts: int) -> list[int]:
+def chained(head: DraftingModel, behind: mx.array, read: mx.array, num_drafts: int) -> list[int]:
     """Return a head's drafts behind all pairs, each computed of the head's own state and the draft before it."""
     cache, positions, found = head.make_cache(), mx.arange(read.shape[1])[None], list[int]()
     for _ in range(num_drafts):

@@ -1,4 +1,4 @@
-"""The MTP head: a decoder layer that predicts the token after the next from the target's hidden states.
+"""DraftingHead: a head of any form (heads/head.py), which predicts the token after the next from hidden states.
 
 It reads pairs (token x[p+1], hidden state h[p]) for p = 0, 1, 2, ... and needs all of them: a head that has not read
 the prompt cannot copy from it. It reads prompts chunk by chunk with their prefill, and pairs from decoding before it
@@ -18,8 +18,8 @@ from engine.worker.language_model import LanguageModel
 from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCache, formats
 
 
-class MTPHead:
-    """The MTP head, the EAGLE-3 head, the DFlash drafter or the Gemma 4 assistant. Implements DraftHead."""
+class DraftingHead:
+    """Drafts with a head for its target. Implements DraftingModel."""
 
     proposer: Proposer = "mtp"
     lead = 0
