@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from engine.core.runner import Proposer
 from engine.worker.block import Block
 from engine.worker.heads.head import SharingHead
 from engine.worker.kv_cache import BatchCache, SequenceCache
@@ -25,8 +24,8 @@ MAX_PENDING = 128  # pending pairs per row: hidden states take as much memory as
 class DraftingModel(Protocol):
     """The interface of a model that drafts: a head, or a separate model."""
 
-    proposer: Proposer
-    """The proposer under which its drafts are counted."""
+    proposer: str
+    """Name of the proposer under which its drafts are counted."""
     lead: int
     """Entries of its cache before that of the first pair (token 1, hidden state 0)."""
     as_offset: bool

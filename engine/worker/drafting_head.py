@@ -10,7 +10,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from engine.core.runner import Proposer
 from engine.worker.block import Block
 from engine.worker.heads.head import Head
 from engine.worker.kv_cache import SequenceCache
@@ -21,7 +20,7 @@ from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCa
 class DraftingHead:
     """Drafts with a head for its target. Implements DraftingModel."""
 
-    proposer: Proposer = "mtp"
+    proposer = "mtp"
     lead = 0
 
     def __init__(self, head: Head, language_model: LanguageModel):

@@ -51,7 +51,7 @@ class PromptState:
     image_index: np.ndarray
     """int32 [n], indices of the image tokens among token_ids."""
     head_cache: SequenceCache | None = None
-    """The cache of the MTP head or draft model; None without either."""
+    """The cache of the model that drafts; None without one."""
     hidden: mx.array | None = None
     """Last hidden state [1, 1, hidden], which the head has not read yet; None without a head, see `waits`."""
     features: list[mx.array] = field(default_factory=list)
@@ -75,7 +75,7 @@ class PromptState:
 
     @property
     def layers(self) -> SequenceCache:
-        """Layers of the target's cache, then of that of the MTP head or draft model."""
+        """Layers of the target's cache, then of that of the model that drafts."""
         return [*self.cache, *(self.head_cache or [])]
 
     @property
@@ -88,7 +88,7 @@ class Prefill:
 
     Args:
         language_model: The language model.
-        head: The MTP head or draft model, None without one.
+        head: The model that drafts, None without one.
         vision: The vision encoder, None for a text model.
         image_token_id: The placeholder of images.
         whole_prompts: Whether the tokens of a prompt see each other, see ModelRunner.whole_prompts.
