@@ -406,6 +406,16 @@ class EngineConfig(Frozen):
             "prompt_lookup": self.prompt_lookup,
         }
 
+    @property
+    def draft_checkpoints(self) -> list[tuple[str, str | None]]:
+        """Name and revision of each checkpoint that an option names for drafts."""
+        found: list[tuple[str, str | None]] = []
+        if self.mtp_head is not None:
+            found.append((self.mtp_head, None))
+        if self.draft_model is not None:
+            found.append((self.draft_model.model, self.draft_model.revision))
+        return found
+
     @model_validator(mode="after")
     def _effective(self) -> "EngineConfig":
         if self.mtp == "off" and self.mtp_head is not None:

@@ -40,7 +40,7 @@ class Drafts:
 
     @property
     def name(self) -> str:
-        """The number of drafts by the proposer of PLAIN, as "3"; name and number of others, as "prompt_lookup 4"."""
+        """The number of drafts by the proposer of PLAIN, as "3"; name and number of others, as "other 4"."""
         return str(self.num_tokens) if self.proposer == PLAIN.proposer else f"{self.proposer} {self.num_tokens}"
 
 
