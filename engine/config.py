@@ -63,6 +63,10 @@ class DraftLimits(Frozen):
     max_rows: int = Field(default=4, ge=1, le=1024, description="largest batch, in rows, for which tokens are drafted")
 
 
+DraftMode = Literal["auto", "off"] | DraftLimits
+"""How much a proposer drafts: as is measured to be fastest, nothing, or always up to these limits."""
+
+
 class MTPConfig(DraftLimits):
     """Fixed limits of speculative decoding with the MTP head."""
 
@@ -396,11 +400,30 @@ class EngineConfig(Frozen):
         description="load the model even if another engine on this machine uses the same GPU; false: fail instead",
     )
 
+    @property
+    def draft_modes(self) -> "dict[str, DraftMode]":
+        """The mode of each proposer that has an option; with fixed limits a later one precedes those before it."""
+        return {
+            "mtp": self.mtp,
+            "draft_model": "off" if self.draft_model is None else self.draft_model.limits,
+            "prompt_lookup": self.prompt_lookup,
+        }
+
+    @property
+    def draft_checkpoints(self) -> list[tuple[str, str | None]]:
+        """Name and revision of each checkpoint that an option names for drafts."""
+        found: list[tuple[str, str | None]] = []
+        if self.mtp_head is not None:
+            found.append((self.mtp_head, None))
+        if self.draft_model is not None:
+            found.append((self.draft_model.model, self.draft_model.revision))
+        return found
+
     @model_validator(mode="after")
     def _effective(self) -> "EngineConfig":
         if self.mtp == "off" and self.mtp_head is not None:
             raise ValueError(f"mtp is off: mtp_head {self.mtp_head!r} would have no effect")
-        speculates = self.mtp != "off" or self.prompt_lookup != "off" or self.draft_model is not None
+        speculates = any(mode != "off" for mode in self.draft_modes.values())
         if not speculates and self.mtp_exact != "auto":
             raise ValueError(f"mtp and prompt_lookup are off: mtp_exact {self.mtp_exact!r} would have no effect")
         if self.model in ("demo", "smollm2") and self.revision is not None:

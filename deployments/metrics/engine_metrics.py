@@ -6,7 +6,7 @@ from deployments.metrics.metric import Metric, Sample
 from deployments.metrics.node_figures import NodeFigures
 from deployments.metrics.prefix_cache_metrics import CACHE_METRICS
 from deployments.metrics.reading import counts, engine_value, engine_values, of_requests, with_answer
-from deployments.metrics.vllm_metrics import PROPOSERS, drafts
+from deployments.metrics.vllm_metrics import drafts, proposers
 from engine.figures import EngineFigures
 from engine.timeline import Obstacle, PreemptionReason
 
@@ -32,9 +32,9 @@ def _rows(engine: EngineFigures) -> Mapping[str, float]:
 
 
 def _acceptance(node: NodeFigures) -> Iterable[Sample]:
-    speculation = {} if node.engine is None else node.engine.status.speculation
-    for name in PROPOSERS:
-        for depth, mean in enumerate(speculation.get(name, {}).get("acceptance_by_depth", ()), 1):
+    found = {} if node.engine is None else proposers(node.engine)
+    for name, status in found.items():
+        for depth, mean in enumerate(status["acceptance_by_depth"], 1):
             if mean is not None:
                 yield (name, str(depth)), mean
 

@@ -17,14 +17,13 @@ else and are left out:
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from deployments.metrics.metric import Metric
 from deployments.metrics.reading import OfChoice, engine_value, engine_values, of_requests, with_answer
 from engine.figures import EngineFigures
 from engine.protocol import FinishReason
 from engine.timeline import Decoded, Prefilled, Queued
-
-PROPOSERS = ("mtp", "draft_model", "prompt_lookup")
 
 FINISHED_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
 
@@ -43,10 +42,15 @@ def row_memory_share(engine: EngineFigures) -> float | None:
     return min(1.0, reserved / available) if available else 1.0
 
 
+def proposers(engine: EngineFigures) -> dict[str, Mapping[str, Any]]:
+    """Return ProposerRecord.status by proposer, of all that the engine has."""
+    figures = engine.status.speculation
+    return {name: one for name, one in figures.items() if isinstance(one, Mapping) and "acceptance_by_depth" in one}
+
+
 def drafts(engine: EngineFigures, figure: str) -> dict[str, int]:
     """Return a figure of ProposerRecord.status by proposer."""
-    status = engine.status.speculation
-    return {name: status[name][figure] for name in PROPOSERS if name in status}
+    return {name: status[figure] for name, status in proposers(engine).items()}
 
 
 def _queried_tokens(engine: EngineFigures) -> int:

@@ -402,11 +402,7 @@ def _listed(versions: Mapping[str, str]) -> str:
 def _models(args: AppArgs) -> list[tuple[str, str | None]]:
     """Return name and revision of each model that a node loads; the demo's draft belongs to Orchard's own files."""
     engine, scorer = args.engine, args.spec_prefill
-    models = [(engine.model, engine.revision)]
-    if engine.mtp_head is not None:
-        models.append((engine.mtp_head, None))
-    if engine.draft_model is not None and engine.draft_model.model != "demo":
-        models.append((engine.draft_model.model, engine.draft_model.revision))
+    models = [(engine.model, engine.revision), *(one for one in engine.draft_checkpoints if one[0] != "demo")]
     if scorer.enabled and scorer.draft_model not in (None, "demo"):
         models.append((scorer.draft_model, scorer.draft_revision))
     return models

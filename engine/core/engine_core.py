@@ -16,7 +16,6 @@ from engine.core.prefix_cache.cache import PrefixCache
 from engine.core.prefix_cache.loans import MemoryTaken
 from engine.core.progress import Progress
 from engine.core.prompt import Prompt
-from engine.core.proposer_record import modes_of
 from engine.core.quoting.load import LoadRecorder
 from engine.core.quoting.quoter import Quoter
 from engine.core.row import Matcher, Row, RowState, named
@@ -80,7 +79,7 @@ class EngineCore:
         self.progress = Progress(("decode", time.num_rows, time.drafts) for time in runner.step_times)
         self.runner = runner
         self.costs = CostModel(runner.drafts, runner.step_times, runner.chunk_times)
-        self._speculation = SpeculationController(modes_of(config), self.costs, runner.no_drafts)
+        self._speculation = SpeculationController(config.draft_modes, self.costs, runner.no_drafts)
         self.prefixes = PrefixCache(
             config.prefix_cache,
             runner,

@@ -3,10 +3,10 @@
 import logging
 from collections import deque
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Any
 
-from engine.config import DraftLimits, EngineConfig
-from engine.core.runner import SELECTIVE, Drafts, Proposer, RowOutput
+from engine.config import DraftLimits, DraftMode
+from engine.core.runner import Drafts, RowOutput
 
 log = logging.getLogger("orchard.engine")
 
@@ -27,17 +27,6 @@ UNSEEN_STEPS = 512
 WATCHDOG_ROUNDS, WATCHDOG_ACCEPTANCE, WATCHDOG_PAUSE = 64, 0.2, 1024
 """The watchdog trips when less than WATCHDOG_ACCEPTANCE of the drafts of WATCHDOG_ROUNDS were accepted. Drafting pauses
 for WATCHDOG_PAUSE rounds then, twice as long each time."""
-
-Mode = Literal["auto", "off"] | DraftLimits
-
-
-def modes_of(config: EngineConfig) -> dict[Proposer, Mode]:
-    """Return the configuration of each proposer. With fixed limits a later one precedes those before it."""
-    return {
-        "mtp": config.mtp,
-        "draft_model": "off" if config.draft_model is None else config.draft_model.limits,
-        "prompt_lookup": config.prompt_lookup,
-    }
 
 
 class AcceptanceRates:
@@ -104,9 +93,9 @@ class AcceptanceRates:
 class AcceptanceWatchdog:
     """Detects a proposer whose drafts are almost never accepted, such as a head with wrongly loaded norms."""
 
-    def __init__(self, proposer: Proposer) -> None:
+    def __init__(self, proposer: str) -> None:
         self.num_trips = 0
-        self._proposer: Proposer = proposer
+        self._proposer = proposer
         self._window: deque[tuple[int, int]] = deque(maxlen=WATCHDOG_ROUNDS)
         self._pause = WATCHDOG_PAUSE
         self.num_rounds_left = 0
@@ -167,8 +156,8 @@ class ProposerRecord:
         no_drafts: Why `choices` is empty, if it is.
     """
 
-    def __init__(self, name: Proposer, mode: Mode, choices: Collection[Drafts], no_drafts: str = ""):
-        self.name: Proposer = name
+    def __init__(self, name: str, mode: DraftMode, choices: Collection[Drafts], no_drafts: str = ""):
+        self.name = name
         self.lengths = [drafts.num_tokens for drafts in choices]
         self.limits = mode if isinstance(mode, DraftLimits) else None
         self.reason = (
@@ -181,7 +170,7 @@ class ProposerRecord:
         self.mode = "off" if self.reason else "auto" if self.limits is None else "fixed"
         self.acceptance = AcceptanceRates(max(self.lengths, default=0))
         self.watchdog = AcceptanceWatchdog(name)
-        self._is_selective = name in SELECTIVE
+        self._is_selective = any(drafts.is_selective for drafts in choices)
         self.row_share = 0.0 if self._is_selective else 1.0
         """Share of the rows for which it has drafts, as of the last outputs."""
         self._num_rounds = self._num_drafted = self._num_accepted = 0
@@ -204,15 +193,15 @@ class ProposerRecord:
     def record(self, outputs: Collection[RowOutput], pays: bool) -> bool:
         """Learn from a step of all rows, drafted by this proposer or not; return whether the watchdog trips.
 
-        A row for which prompt lookup found nothing was given no drafts. With an MTP head a row without drafts counts as
-        one whose drafts were rejected.
+        A row for which a selective proposer has nothing was given no drafts. With another one a row without drafts
+        counts as one whose drafts were rejected.
 
         Args:
             outputs: The rows' outputs.
             pays: See AcceptanceWatchdog.record.
         """
         if self._is_selective:
-            self.row_share = sum(output.can_look_up for output in outputs) / len(outputs)
+            self.row_share = sum(self.name in output.can_draft for output in outputs) / len(outputs)
         own = [output for output in outputs if output.proposer == self.name and output.num_drafted]
         drafted = sum(output.num_drafted for output in own)
         accepted = [output.num_accepted for output in (own if self._is_selective or not own else outputs)]

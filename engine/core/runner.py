@@ -1,7 +1,7 @@
 """The seam between scheduler and runner: what a runner computes, and its outputs."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -21,15 +21,8 @@ SEGMENT_ARRAYS = "attention."
 """Prefix of the names of keys and values in an exported snapshot."""
 
 
-Proposer = Literal["mtp", "draft_model", "prompt_lookup"]
-"""Where draft tokens come from: the MTP head, a separate small model, or an earlier occurrence of a row's newest tokens
-among its tokens."""
-
 Encoded = Literal["embeddings", "scores"]
 """Results of an encoder: embeddings of texts, or scores of pairs of texts."""
-
-SELECTIVE: frozenset[Proposer] = frozenset({"prompt_lookup"})
-"""Proposers that draft for some rows only, and look at the tokens of the step before to know for which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +31,16 @@ class Drafts:
 
     num_tokens: int = 0
     """Draft tokens per row; 0 for plain decoding."""
-    proposer: Proposer = "mtp"
-    """Where they come from; ignored if num_tokens is 0."""
+    proposer: str = "mtp"
+    """Name of the proposer that makes them; ignored if num_tokens is 0."""
     is_forced: bool = False
-    """Whether prompt lookup drafts arbitrary tokens where nothing matches, so that the step can be measured."""
-
-    @property
-    def is_selective(self) -> bool:
-        """Whether the proposer drafts for some rows only, see SELECTIVE."""
-        return self.proposer in SELECTIVE
+    """Whether a selective proposer drafts arbitrary tokens where it has none, so that the step can be measured."""
+    is_selective: bool = field(default=False, compare=False, repr=False)
+    """Whether the proposer drafts for some rows only, and looks at the tokens of the step before to know for which."""
 
     @property
     def name(self) -> str:
-        """The number of drafts by the MTP head, as "3"; proposer and number of others, as "prompt_lookup 4"."""
+        """The number of drafts by the proposer of PLAIN, as "3"; name and number of others, as "other 4"."""
         return str(self.num_tokens) if self.proposer == PLAIN.proposer else f"{self.proposer} {self.num_tokens}"
 
 
@@ -69,10 +59,10 @@ class RowOutput:
     """Draft tokens that were verified."""
     num_accepted: int = 0
     """Accepted draft tokens; may exceed len(token_ids), as drafts after a stop token were accepted, too."""
-    proposer: Proposer = PLAIN.proposer
-    """Where the draft tokens come from."""
-    can_look_up: bool = False
-    """Whether prompt lookup could draft the row's next tokens."""
+    proposer: str = PLAIN.proposer
+    """Name of the proposer of the draft tokens."""
+    can_draft: frozenset[str] = frozenset()
+    """The selective proposers that could draft the row's next tokens."""
     error: str | None = None
     """Why this row alone failed; None if it did not."""
     embedding: bytes | None = None
@@ -163,7 +153,7 @@ class ModelRunner(Protocol):
     """Token ids of prompts are below it."""
     drafts: Sequence[Drafts]
     """The ways to draft, at least one token each; empty if the model cannot speculate."""
-    no_drafts: Mapping[Proposer, str]
+    no_drafts: Mapping[str, str]
     """Why a proposer cannot draft; without those that can."""
     capabilities: dict[str, Any]
     image_token_id: int | None
@@ -222,7 +212,7 @@ class ModelRunner(Protocol):
         previous call launched, with the previous call's drafts.
 
         Args:
-            drafts: How to draft. Groups of rows in which prompt lookup finds nothing decode without drafts.
+            drafts: How to draft. Groups of rows for which a selective proposer has nothing decode without drafts.
 
         Returns:
             Row id -> 1 to drafts.num_tokens + 1 new tokens, or NO_TOKEN.

@@ -3,7 +3,7 @@
 A step with k drafts gives E(k) = 1 + sum over j <= k of (a_1 * ... * a_j) tokens per row, where a_j is the acceptance
 of the draft at depth j when those before it were accepted (Leviathan et al. 2023, arXiv 2211.17192), and takes
 t(rows, k) seconds. `auto` uses the proposer and the k with the largest E(k) / t(rows, k) from the first step on.
-Prompt lookup has drafts for some rows only; the others get one token. Acceptance begins with a prior
+A selective proposer has drafts for some rows only; the others get one token. Acceptance begins with a prior
 (proposer_record.py) and step times with those of warm-up (step_costs.py); both are learned over all batch sizes
 together. A choice that may be better within the uncertainty is tried for a few steps from time to time; `Trials` limits
 the tokens that this may cost.
@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from engine.config import DraftMode
 from engine.core.cost_model import CostModel
-from engine.core.proposer_record import AcceptanceRates, Mode, ProposerRecord
-from engine.core.runner import PLAIN, Drafts, Proposer, RowOutput
+from engine.core.proposer_record import AcceptanceRates, ProposerRecord
+from engine.core.runner import PLAIN, Drafts, RowOutput
 
 MIN_GAIN = 1.03
 """Another way to draft must be this factor faster; plain decoding only needs to be faster at all."""
@@ -77,23 +78,24 @@ class Trials:
 class SpeculationController:
     """Chooses the drafts before every decode step and learns after it.
 
-    With fixed limits (DraftLimits) the watchdog only warns: the number is the operator's decision. Fixed prompt lookup
-    precedes a fixed MTP head or draft model where rows have matches.
+    With fixed limits (DraftLimits) the watchdog only warns: the number is the operator's decision. Of two proposers
+    with fixed limits the later one drafts, where rows have its drafts.
 
     Args:
-        modes: The configuration of each proposer, in the order of `modes_of`.
+        modes: The configuration of each proposer that has an option, in the order of `EngineConfig.draft_modes`.
         costs: Predicts the seconds of decode steps; its choices are those of the runner.
         no_drafts: Why the runner offers no drafts of a proposer, see ModelRunner.
     """
 
-    def __init__(self, modes: Mapping[Proposer, Mode], costs: CostModel, no_drafts: Mapping[Proposer, str]):
+    def __init__(self, modes: Mapping[str, DraftMode], costs: CostModel, no_drafts: Mapping[str, str]):
         self._steps = costs.steps
         self._choices = costs.steps.choices
+        drafts = self._choices[1:]
         self._records = [
             ProposerRecord(
-                name, mode, [one for one in self._choices[1:] if one.proposer == name], no_drafts.get(name, "")
+                name, modes.get(name, "auto"), [one for one in drafts if one.proposer == name], no_drafts.get(name, "")
             )
-            for name, mode in modes.items()
+            for name in dict.fromkeys([*modes, *(one.proposer for one in drafts)])
         ]
         self._trials = Trials()
         self._best = 0  # index of the current choice outside of trials

@@ -16,7 +16,7 @@ import numpy as np
 from mlx_vlm.models.cache import ArraysCache
 
 from engine.worker.chunk_layer import ChunkedCache, same_chunk
-from engine.worker.drafter import DraftHead
+from engine.worker.drafter import DraftingModel
 from engine.worker.kv_cache import Cursor, SequenceCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.pool_layer import PooledCache, PoolInputs, Windows, at_slots, window_positions
@@ -250,7 +250,7 @@ LAYERS: dict[type, Callable[[Sequence[Any], Forward], Any]] = {
 class BurstPrefill:
     """Advances several prompts in one forward. Requires `LanguageModel.selects_positions`."""
 
-    def __init__(self, language_model: LanguageModel, head: DraftHead | None):
+    def __init__(self, language_model: LanguageModel, head: DraftingModel | None):
         self._language_model = language_model
         self._head = head
 
@@ -373,7 +373,9 @@ class BurstPrefill:
         at = {i: n for n, i in enumerate(complete)}
         return [logits[at[i] : at[i] + 1] if logits is not None and i in at else None for i in range(len(prompts))]
 
-    def _prime(self, head: DraftHead, prompts: Sequence[PromptState], starts: Sequence[int], hidden: mx.array) -> None:
+    def _prime(
+        self, head: DraftingModel, prompts: Sequence[PromptState], starts: Sequence[int], hidden: mx.array
+    ) -> None:
         """Let the head read the new hidden states of each prompt; see Prefill._prime."""
         starts = [start - (prompt.hidden is not None) for prompt, start in zip(prompts, starts, strict=True)]
         spans = list(zip(prompts, starts, strict=True))

@@ -3,7 +3,7 @@
 A step launches the next forward before it reads the tokens of the previous one, so that the device computes while
 tokens are transferred. The host need not know what was accepted: lengths, newest tokens, output positions and histories
 are on the device. Only a row with a grammar makes the step wait, after the launch, for the tokens that its matcher must
-consume, and prompt lookup makes it wait before the launch. Rows join and leave between steps.
+consume, and a proposer that reads the tokens makes it wait before the launch. Rows join and leave between steps.
 
 When the host learns that a row has finished, the next step, which still contains the row, is in flight. The device
 knows the row's last token and keeps nothing after it, so that step adds only this last token to the row's cache: the
@@ -27,11 +27,11 @@ from engine.core.row import Row
 from engine.core.runner import NO_TOKEN, PLAIN, Drafts, RowOutput, RowSnapshot
 from engine.worker.acceptance import Acceptance
 from engine.worker.compiled import CompiledForward
-from engine.worker.drafter import Drafter, DraftHead, PendingHiddenStates
+from engine.worker.drafter import Drafter, DraftingModel, PendingHiddenStates
 from engine.worker.kv_cache import BatchCache, SequenceCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.pending_step import DecodingRow, PendingStep
-from engine.worker.prompt_lookup import TokenHistory
+from engine.worker.proposers import row_drafts
 from engine.worker.row_kinds import appends
 from engine.worker.sampling_batch import SamplingBatch
 from engine.worker.snapshot import KVSegment, LentSegments, StateSnapshot, fill, is_finite, take
@@ -57,8 +57,8 @@ class JoiningRow:
     """Last hidden state [1, 1, hidden] of the prompt; None without a head."""
     moves: bool = False
     """Whether only this row uses the caches, so that each layer may be freed once it is copied."""
-    looks_up: bool = False
-    """Whether prompt lookup may draft for the row."""
+    drafts: Sequence[Drafts] = ()
+    """The ways to draft for the row."""
 
 
 class DecodeGroup:
@@ -67,7 +67,7 @@ class DecodeGroup:
     def __init__(
         self,
         language_model: LanguageModel,
-        head: DraftHead | None,
+        head: DraftingModel | None,
         vocab_size: int,
         first: JoiningRow,
         compiled: CompiledForward | None = None,
@@ -235,8 +235,9 @@ class DecodeGroup:
         positions = first_position[:, None] + mx.arange(num_drafts + 1)
         noise = self._sampling.noise(positions)
         tokens = self._newest[:, None]
-        if num_drafts and drafts.is_selective:
-            tokens = mx.concatenate([tokens, self._look_up(num_drafts)], axis=1)
+        by_model = num_drafts > 0 and self._is_by_model(drafts)
+        if num_drafts and not by_model:
+            tokens = mx.concatenate([tokens, self._row_drafts(drafts)], axis=1)
         elif num_drafts:
             tokens = mx.concatenate([tokens, self._draft(num_drafts, positions, noise, longest)], axis=1)
         logits, hidden = self._forward(tokens, longest)
@@ -248,24 +249,30 @@ class DecodeGroup:
             num_accepted, num_kept = self._acceptance.count(tokens, sampled.tokens, positions)
             if not all(has_drafts):
                 num_kept = mx.where(mx.array(has_drafts), num_kept, 1)
-        self._commit(sampled.tokens, hidden, num_kept, longest, num_drafts > 0 and not drafts.is_selective)
+        self._commit(sampled.tokens, hidden, num_kept, longest, by_model)
         rows = list(self.rows)
         results = sampled.tokens, num_kept, num_accepted, sampled.logprobs
         return self._start(PendingStep(rows, drafts, has_drafts, *results))
 
     def _has_drafts(self, drafts: Drafts) -> list[bool]:
-        """Return which rows can be given these drafts. With prompt lookup it reads the step before."""
+        """Return which rows can be given these drafts. With those of a TextProposer it reads the step before."""
         if not drafts.num_tokens:
             return [False] * len(self.rows)
-        if not drafts.is_selective:
+        if self._is_by_model(drafts):
             return [self._drafter is not None] * len(self.rows)
         if self._launched is not None:
             self._launched.read()
-        return [row.history is not None and (drafts.is_forced or row.history.has_match) for row in self.rows]
+        own = [row.drafts.get(drafts.proposer) for row in self.rows]
+        return [one is not None and (drafts.is_forced or one.has_drafts) for one in own]
 
-    def _look_up(self, num_drafts: int) -> mx.array:
-        """Return int32 [B, num_drafts]; arbitrary tokens where nothing matches."""
-        rows = [[0] * num_drafts if row.history is None else row.history.drafts(num_drafts) for row in self.rows]
+    def _is_by_model(self, drafts: Drafts) -> bool:
+        """Return whether a model makes these drafts, and not a TextProposer."""
+        return self._head is not None and self._head.proposer == drafts.proposer
+
+    def _row_drafts(self, drafts: Drafts) -> mx.array:
+        """Return the drafts of a TextProposer, int32 [B, drafts.num_tokens]; arbitrary tokens where it has none."""
+        own = [row.drafts.get(drafts.proposer) for row in self.rows]
+        rows = [[0] * drafts.num_tokens if one is None else one.drafts(drafts.num_tokens) for one in own]
         found = np.array(rows, np.int32)  # prompts may have tokens without a logit
         return mx.array(np.where(found < self._vocab_size, found, 0), mx.int32)
 
@@ -357,8 +364,7 @@ class DecodeGroup:
 def _row(new: JoiningRow) -> DecodingRow:
     num_cached = new.row.num_tokens
     row = DecodingRow(new.row, num_cached, new.next_position - num_cached, [*new.row.output_token_ids, new.token_id])
-    if new.looks_up:
-        row.history = TokenHistory(np.append(new.row.prompt_token_ids, new.token_id))
+    row.drafts = row_drafts(new.drafts, np.append(new.row.prompt_token_ids, new.token_id))
     return row
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from engine.core.runner import Drafts, RowOutput, RowSnapshot
 from engine.worker.compiled import CompiledForward
 from engine.worker.decode import DecodeGroup, JoiningRow
-from engine.worker.drafter import DraftHead
+from engine.worker.drafter import DraftingModel
 from engine.worker.language_model import LanguageModel
 from engine.worker.snapshot import KVSegment, StateSnapshot
 
@@ -18,7 +18,9 @@ from engine.worker.snapshot import KVSegment, StateSnapshot
 class DecodeBatch:
     """Holds the decode groups by id."""
 
-    def __init__(self, language_model: LanguageModel, head: DraftHead | None, vocab_size: int, compiled: bool = False):
+    def __init__(
+        self, language_model: LanguageModel, head: DraftingModel | None, vocab_size: int, compiled: bool = False
+    ):
         self._language_model = language_model
         self._compiled = CompiledForward(language_model.decode) if compiled else None
         self._head = head

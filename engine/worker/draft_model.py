@@ -1,27 +1,98 @@
 """A separate small model with the target's tokenizer as the proposer of draft tokens.
 
-It drafts as an MTP head does (worker/mtp.py), but reads tokens alone. A head reads the pairs (token p + 1, hidden state
-p), so that its cache has one entry less than there are tokens; a draft model reads every token, the first one included.
+It drafts as a head does (worker/drafting_head.py), but reads tokens alone. A head reads the pairs (token p + 1, hidden
+state p), so that its cache has one entry less than there are tokens; a draft model reads every token, the first one
+included.
 """
 
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from engine.core.runner import Proposer
+from engine.config import EngineConfig
 from engine.errors import EngineFailed
+from engine.processing.checkpoint import draft_of
+from engine.processing.tokenizer_match import why_different
 from engine.worker.block import Block
+from engine.worker.drafter import DraftingModel
 from engine.worker.heads.head import SharingHead
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import LanguageModel
+from engine.worker.loaded_model import FoundProposer, OpenedModel
+from engine.worker.proposer import ModelProposer, Target
 from engine.worker.row_kinds import appends, kind_of
+from engine.worker.weights import DTYPES, cast, is_quantized
 
 LOWEST = -1e9  # logit of tokens that the draft model's output layer lacks
 
 
+LENGTHS = (1, 2, 3)
+"""Draft tokens per row that `auto` chooses from."""
+
+log = logging.getLogger("orchard.engine")
+
+
+class SeparateModel(ModelProposer):
+    """Implements Proposer."""
+
+    name = "draft_model"
+    off_reason = "no draft_model is configured"
+    label = "draft model"
+    replaces_others = True
+
+    def asked_for(self, config: EngineConfig) -> tuple[str, ...]:
+        return () if config.draft_model is None else (self.name,)
+
+    def load(
+        self,
+        config: EngineConfig,
+        found: FoundProposer,
+        target: OpenedModel,
+        opening: Callable[[EngineConfig], OpenedModel],
+    ) -> FoundProposer:
+        """Open the draft model as a target is opened."""
+        assert config.draft_model is not None
+        name = config.draft_model.model
+        settings = EngineConfig(
+            model=draft_of(name),
+            revision=config.draft_model.revision,
+            device=config.device,
+            dtype=config.dtype,
+            expand_quantized_weights=config.expand_quantized_weights,
+            mtp="off",
+        )
+        try:
+            opened = opening(settings)
+        except EngineFailed as error:
+            raise EngineFailed(f"draft_model {name!r}: {error}") from error
+        named = f"draft_model {name!r} ({opened.path})"
+        if (difference := why_different(target.path, opened.path)) is not None:
+            raise EngineFailed(f"{named} has another tokenizer than the model: {difference}")
+        if (reason := draft_unsupported_reason(LanguageModel(opened.module.language_model))) is not None:
+            raise EngineFailed(f"{named}: models of the family {opened.config['model_type']} cannot draft: {reason}")
+        if opened.max_context_tokens < target.max_context_tokens:
+            log.warning(
+                "%s was trained for %d tokens, the model takes %d: beyond that few drafts may be accepted",
+                named, opened.max_context_tokens, target.max_context_tokens,
+            )  # fmt: skip
+        if not is_quantized(opened.module):
+            cast(opened.module, DTYPES[target.dtype])
+        log.info("quantized weights of the draft model: %s", opened.expansion.text)
+        return replace(found, module=opened.module.eval(), path=opened.path)
+
+    def drafting_model(self, module: Any, target: Target) -> DraftingModel:
+        return DraftModel(module, target.vocab_size, target.num_embeddings)
+
+    def lengths(self, model: DraftingModel, target: Target) -> Sequence[int]:
+        return LENGTHS
+
+
 class DraftModel:
-    """Predicts the token after each token. Implements drafter.DraftHead.
+    """Predicts the token after each token. Implements drafter.DraftingModel.
 
     Args:
         module: The library's model.
@@ -29,7 +100,7 @@ class DraftModel:
         num_embeddings: Of the target, whose prompts may have every token id below it.
     """
 
-    proposer: Proposer = "draft_model"
+    proposer = SeparateModel.name
     lead = 1
     block: Block | None = None
     sharing: SharingHead | None = None
@@ -50,7 +121,7 @@ class DraftModel:
         self._extend(mx.array([[first_token_id]], mx.int32), cache)
 
     def prime(self, next_token_ids: mx.array, hidden: mx.array, cache: SequenceCache) -> None:
-        """Launch a chunk of one prompt, see MTPHead.prime."""
+        """Launch a chunk of one prompt, see DraftingHead.prime."""
         self._extend(next_token_ids, cache)
 
     def _extend(self, token_ids: mx.array, cache: SequenceCache) -> None:
@@ -61,7 +132,7 @@ class DraftModel:
         )
 
     def __call__(self, token_ids: mx.array, hidden: mx.array, cache: list[Any], positions: mx.array) -> mx.array:
-        """Compute hidden states [B, L, hidden] for `logits`; see MTPHead."""
+        """Compute hidden states [B, L, hidden] for `logits`; see DraftingHead."""
         return self._language_model.states(self._known(token_ids), cache, positions)
 
     def _known(self, token_ids: mx.array) -> mx.array:

@@ -1,4 +1,4 @@
-"""Drafts of a decode group by a model: an MTP head (worker/mtp.py) or a draft model (worker/draft_model.py).
+"""Drafts of a decode group by a model: a head (worker/drafting_head.py) or a draft model (worker/draft_model.py).
 
 The model reads pairs (token x[p+1], hidden state h[p]) for p = 0, 1, 2, ... Pairs from decoding wait in a
 `PendingHiddenStates` until the next draft, also through steps without drafts. A head that shares the target's keys and
@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from engine.core.runner import Proposer
 from engine.worker.block import Block
 from engine.worker.heads.head import SharingHead
 from engine.worker.kv_cache import BatchCache, SequenceCache
@@ -22,11 +21,11 @@ CATCH_UP_TOKENS = 128  # pairs per forward when the head catches up
 MAX_PENDING = 128  # pending pairs per row: hidden states take as much memory as an attention layer's keys and values
 
 
-class DraftHead(Protocol):
-    """The interface of a model that drafts: an MTP head, or a draft model."""
+class DraftingModel(Protocol):
+    """The interface of a model that drafts: a head, or a separate model."""
 
-    proposer: Proposer
-    """The proposer under which its drafts are counted."""
+    proposer: str
+    """Name of the proposer under which its drafts are counted."""
     lead: int
     """Entries of its cache before that of the first pair (token 1, hidden state 0)."""
     as_offset: bool
@@ -90,14 +89,16 @@ class PendingHiddenStates:
 class Drafter:
     """The head's part of a decode group: its cache and pending pairs, in the order of the target's rows."""
 
-    def __init__(self, head: DraftHead, cache: BatchCache, pending: PendingHiddenStates, target: BatchCache):
+    def __init__(self, head: DraftingModel, cache: BatchCache, pending: PendingHiddenStates, target: BatchCache):
         self._head = head
         self._cache = cache
         self.pending = pending
         self._target = target
 
     @classmethod
-    def of(cls, head: DraftHead, cache: SequenceCache, pending: PendingHiddenStates, target: BatchCache) -> "Drafter":
+    def of(
+        cls, head: DraftingModel, cache: SequenceCache, pending: PendingHiddenStates, target: BatchCache
+    ) -> "Drafter":
         """Create the part of a group of one row, whose cache this is. target: the group's own cache."""
         return cls(head, BatchCache.of(cache, head.as_offset), pending, target)
 

@@ -16,8 +16,10 @@ from engine.processing.context import choose_context
 from engine.processing.encoders import NOMIC, has_classes
 from engine.processing.nomic_bert import DYNAMIC, native_config
 from engine.processing.reference_config import reference_config
-from engine.worker import loader, nomic_bert
+from engine.worker import loader, nomic_bert, proposers
+from engine.worker.loaded_model import FoundProposer, OpenedModel
 from engine.worker.patches import modernbert_gelu
+from engine.worker.weights import cast, choose_dtype, expand_weights, main_dtype
 
 LIBRARY: dict[str, ModuleType] = {
     "bert": bert,
@@ -38,7 +40,7 @@ OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm
 """Endings of tensors' names in old checkpoints -> those of today, as transformers renames them."""
 
 
-def open_encoder(config: EngineConfig) -> loader.OpenedModel:
+def open_encoder(config: EngineConfig) -> OpenedModel:
     """Open the encoder `config.model`, without reading a weight; see `loader.open_model`.
 
     Raises:
@@ -52,10 +54,10 @@ def open_encoder(config: EngineConfig) -> loader.OpenedModel:
         module = _open_module(path, own_config)
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
         raise EngineFailed(f"the model in {path} could not be loaded: {error}") from error
-    loader.cast(module, loader.choose_dtype(config.dtype, own_config))
-    dtype = loader.main_dtype(module)
-    expansion = loader.expand_weights(config, module, dtype)
-    return loader.OpenedModel(
+    cast(module, choose_dtype(config.dtype, own_config))
+    dtype = main_dtype(module)
+    expansion = expand_weights(config, module, dtype)
+    return OpenedModel(
         module=module,
         path=path,
         config=own_config,
@@ -64,8 +66,7 @@ def open_encoder(config: EngineConfig) -> loader.OpenedModel:
         vocab_size=vocab_size(own_config),
         dtype=dtype,
         expansion=expansion,
-        head_dir=None,
-        mtp_status=NO_TEXT,
+        proposers={one.name: FoundProposer(NO_TEXT) for one in proposers.with_models()},
         rope_facts=(),
     )
 
@@ -74,11 +75,8 @@ def _check_options(config: EngineConfig) -> None:
     """Raise EngineFailed for an option that an encoder could only ignore."""
     asked_for = {
         "rope_scaling": config.rope_scaling is not None,
-        "mtp": config.mtp not in ("auto", "off"),
-        "mtp_head": config.mtp_head is not None,
+        **{name: True for one in proposers.PROPOSERS for name in one.asked_for(config)},
         "mtp_exact": config.mtp_exact == "on",
-        "draft_model": config.draft_model is not None,
-        "prompt_lookup": config.prompt_lookup not in ("auto", "off"),
         "compile": config.compile == "on",
         "kv_cache.bits": config.kv_cache.bits != 16,
         "prefix_cache.pinned": bool(config.prefix_cache.pinned),

@@ -19,7 +19,6 @@ from engine.core.runner import (
     ImageLeft,
     PrefillOutput,
     PromptChunk,
-    Proposer,
     RowOutput,
     RowSnapshot,
     StepTime,
@@ -29,7 +28,7 @@ from engine.process_lock import ProcessLock
 from engine.protocol import EngineRequest, SamplingParams
 from engine.start_phase import StartPhase
 from engine.user_cache import user_cache
-from engine.worker import blas, cost_cache, devices, encoder_costs, encoder_loader, loader, memory
+from engine.worker import blas, cost_cache, devices, encoder_costs, encoder_loader, loader, memory, proposers
 from engine.worker.encoder_loader import NO_TEXT
 from engine.worker.encoder_model import EncoderModel, pooled
 
@@ -71,7 +70,7 @@ class EncoderRunner:
         self.max_context_tokens = model.max_context_tokens
         self.vocab_size = self.num_embeddings = model.vocab_size
         self.drafts: Sequence[Drafts] = ()
-        self.no_drafts: Mapping[Proposer, str] = dict.fromkeys(("mtp", "draft_model", "prompt_lookup"), NO_TEXT)
+        self.no_drafts: Mapping[str, str] = {one.name: NO_TEXT for one in proposers.PROPOSERS}
         self.fingerprint = model.fingerprint
         self.costs = MemoryCosts()
         self.step_times: Sequence[StepTime] = ()

@@ -45,7 +45,7 @@ def expand(
 
     Args:
         choice: See EngineConfig.expand_quantized_weights.
-        module: The model, or its MTP head; its weights need not be read.
+        module: The model, or its head; its weights need not be read.
         dtype: In which it computes.
         on_gpu: Whether it computes on a GPU.
         available_bytes: Memory that can be allocated.

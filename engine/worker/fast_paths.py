@@ -1,8 +1,9 @@
 """Tells which fast paths a model has, and why it lacks one. Computes nothing."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.worker import mtp_loader
+from engine.worker import proposers
 from engine.worker.language_model import LanguageModel
 from engine.worker.rewind import rewind_unsupported_reason
 from engine.worker.row_kinds import is_recurrent
@@ -21,12 +22,8 @@ class FastPaths:
     """Several prompts in one forward."""
     compiled_step: str | None
     """The decode step as a compiled graph."""
-    prompt_lookup: str | None
-    """Drafts by prompt lookup."""
-    draft_model: str | None
-    """Drafts by a separate model."""
-    mtp_head: str | None
-    """Drafts by an MTP head, if the checkpoint has one."""
+    drafts: Mapping[str, str | None]
+    """Drafts by proposer; for one that needs weights, if there are any."""
     sparse_prefill: str | None
     """Execution of a plan that leaves prompt tokens out."""
     prefix_snapshots: str | None
@@ -42,9 +39,7 @@ class FastPaths:
         return cls(
             bursts=None if language_model.selects_positions else NO_SELECTION,
             compiled_step=positions or (MORE_STATES if more_states else None),
-            prompt_lookup=rewind,
-            draft_model=rewind,
-            mtp_head=mtp_loader.family_unsupported_reason(model_type),
+            drafts={one.name: one.unsupported_reason(model_type, rewind) for one in proposers.PROPOSERS},
             sparse_prefill=positions,
             prefix_snapshots=prefix_unsupported_reason(cache),
         )

@@ -95,7 +95,7 @@ class LanguageModel:
         language_model: The library's module.
         exact: `mtp_exact` of the configuration.
         kv_bits: `kv_cache.bits` of the configuration.
-        has_head: Whether hidden states are returned for an MTP head; with explicit positions they always are.
+        has_head: Whether hidden states are returned for a head; with explicit positions they always are.
         layer_outputs: What a head reads instead of the hidden states of which logits are made; None for these.
     """
 

@@ -72,7 +72,7 @@ def measure(
         snapshot: A snapshot of any prompt.
         vision: The vision encoder, None for a text model.
         drafts: The ways to draft.
-        head_layers: Attention layers of the MTP head or draft model, which come last.
+        head_layers: Attention layers of the model that drafts, which come last.
         pending_tokens: The most tokens of a row whose hidden states wait for the head.
         hidden_bytes: Of one such hidden state; 0 without a head.
         num_heads: Query heads of an attention layer, whose scores in a step are too small to be measured.
@@ -225,7 +225,7 @@ def _row(name: str, num_tokens: int, sampling: SamplingParams = GREEDY) -> Row:
 def _decoding(runner: ModelRunner, drafts: Sequence[Drafts]) -> int:
     """Return the peak of plain steps and of those with the most drafts.
 
-    A head or draft model computes and stores more than prompt lookup does with as many tokens, so it goes first.
+    A model that drafts computes and stores more than a selective proposer does with as many tokens, so it goes first.
     """
     most = sorted(drafts, key=lambda one: (one.num_tokens, not one.is_selective))[-1:]
     return max(_peak(lambda one=one: _steps(runner, one)) for one in (PLAIN, *most))

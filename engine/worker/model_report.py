@@ -31,10 +31,12 @@ from engine.processing.reranker import Reranker
 from engine.processing.tokenizer_match import why_different
 from engine.processing.vision_families import whole_prompts
 from engine.worker import loader, memory, mtp_loader
-from engine.worker.encoder_loader import open_encoder
+from engine.worker.encoder_loader import NO_TEXT, open_encoder
 from engine.worker.fast_paths import FastPaths
 from engine.worker.kv_cache import SLOTS_STEP
 from engine.worker.language_model import LanguageModel
+from engine.worker.mtp import MTP
+from engine.worker.prompt_lookup import PromptLookup
 from engine.worker.row_kinds import appends, is_recurrent, kind_of
 from engine.worker.window_layer import ring_bytes, slot_bytes
 
@@ -105,8 +107,8 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
     sparse = whole or paths.sparse_prefill
     yield f"prefix cache     {'yes' if whole is None else f'no: {whole}'}"
     yield f"bursts           {whole or paths.bursts or 'yes'}"
-    yield f"MTP head         {opened.head_dir or opened.mtp_status}"
-    yield f"prompt lookup    {paths.prompt_lookup or 'yes'}"
+    yield f"MTP head         {opened.proposers[MTP.name].path or opened.proposers[MTP.name].status}"
+    yield f"prompt lookup    {paths.drafts[PromptLookup.name] or 'yes'}"
     yield f"sparse prefill   {'yes' if sparse is None else f'no: {sparse}'}"
     if draft is not None:
         yield f"draft model      {draft}: {_draft_reason(opened.path, draft) or 'has the same tokenizer'}"
@@ -131,7 +133,7 @@ def _of_encoder(config: EngineConfig, draft: str | None) -> Iterator[str]:
     else:
         yield "scores           yes, and nothing else: it is a reranker"
     if draft is not None:
-        yield f"draft model      {draft}: no, {opened.mtp_status}"
+        yield f"draft model      {draft}: no, {NO_TEXT}"
     yield from _weights(config, opened, _num_bytes(opened.module))
 
 
@@ -183,8 +185,8 @@ def check_each(models: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def _memory(config: EngineConfig, opened: loader.OpenedModel, row: RowBytes) -> Iterator[str]:
     modules: list[Any] = [opened.module]
-    if opened.head_dir is not None:
-        modules.append(mtp_loader.load_head(opened.head_dir, opened.config, opened.module.language_model))
+    if (head_dir := opened.proposers[MTP.name].path) is not None:
+        modules.append(mtp_loader.load_head(head_dir, opened.config, opened.module.language_model))
     weights = sum(map(_num_bytes, modules))
     yield from _weights(config, opened, weights)
     most = opened.max_context_tokens

@@ -18,7 +18,6 @@ from engine.core.runner import (
     ImageLeft,
     PrefillOutput,
     PromptChunk,
-    Proposer,
     RowOutput,
     RowSnapshot,
     StepTime,
@@ -51,14 +50,17 @@ from engine.worker import (
 from engine.worker.burst import EQUAL_LENGTHS, BurstPrefill
 from engine.worker.decode import JoiningRow
 from engine.worker.decode_batch import DecodeBatch
-from engine.worker.drafting import drafting_head, drafts_offered, hidden_bytes, most_pending
+from engine.worker.drafting import hidden_bytes, most_pending
 from engine.worker.fast_paths import FastPaths
 from engine.worker.language_model import LanguageModel
 from engine.worker.log_odds import log_odds, unsupported_reason
+from engine.worker.mtp import MTP
 from engine.worker.patches import quantized_cuda
 from engine.worker.pooling import PooledStates
 from engine.worker.prefill import Prefill, PromptState, first_tokens
 from engine.worker.processors import advance_matcher
+from engine.worker.proposer import Target
+from engine.worker.proposers import loaded_proposer, offered
 from engine.worker.quantized_kv import format_of
 from engine.worker.row_kinds import appends
 from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays
@@ -98,13 +100,13 @@ class MLXRunner:
         self._device_lock = device_lock
         patches.install(decodes=True)
         self._model = model
-        head = model.mtp_head
+        drafting = loaded_proposer(model.proposers)
         self._language_model = LanguageModel(
             model.module.language_model,
             config.mtp_exact,
             config.kv_cache.bits,
-            has_head=head is not None,
-            layer_outputs=None if head is None else head.layer_outputs,
+            has_head=drafting is not None and drafting.kind.reads_target,
+            layer_outputs=None if drafting is None else drafting.layer_outputs,
         )
         if config.mtp_exact == "on" and not self._language_model.has_exact_verifier:
             family = model.config.get("model_type")
@@ -113,9 +115,12 @@ class MLXRunner:
             )
         num_split = 0
         if not devices.on_gpu() and blas.has_idle_core():
-            num_split = split_products.install(model.module.language_model, model.mtp_head, model.draft)
-        sizes = self.vocab_size, self.num_embeddings = model.vocab_size, num_embeddings(model.config)
-        self._head = drafting_head(model.draft, model.mtp_head, *sizes, self._language_model)
+            num_split = split_products.install(
+                model.module.language_model, *([] if drafting is None else [drafting.module])
+            )
+        self.vocab_size, self.num_embeddings = model.vocab_size, num_embeddings(model.config)
+        target = Target(self._language_model, self.vocab_size, self.num_embeddings)
+        self._head = None if drafting is None else drafting.drafting_model(target)
         self._vision, whole = self._make_vision(model, config), whole_prompts(model.config)
         image_token = image_token_id(model.config)
         self._prefill = Prefill(self._language_model, self._head, self._vision, image_token, bool(whole))
@@ -125,9 +130,7 @@ class MLXRunner:
         self._batch = DecodeBatch(self._language_model, self._head, model.vocab_size, compiled)
         self._prompts: dict[str, PromptState] = {}  # by the ids of the rows that share it
         self.max_context_tokens = model.max_context_tokens
-        self.drafts: Sequence[Drafts]
-        self.no_drafts: Mapping[Proposer, str]
-        self.drafts, self.no_drafts = drafts_offered(config, self._head, model.mtp_status, self._language_model)
+        self.drafts, self.no_drafts = offered(config, model.proposers, target, self._head)
         self.image_token_id, self.whole_images = self._prefill.image_token_id, bool(self._prefill.both_ways)
         self.snapshots_prefixes = paths.prefix_snapshots is None and self._head is None
         self.whole_prompts, self.no_sparse = whole, whole or paths.sparse_prefill
@@ -150,7 +153,7 @@ class MLXRunner:
             "blas": blas.preload().source,
             "split_products": num_split,
             "explicit_positions": self._language_model.explicit_positions,
-            "mtp": model.mtp_status,
+            MTP.name: model.proposers[MTP.name].status,
             "mtp_exact": _exactness(self._language_model),
             "compiled": compiled,
         }
@@ -387,8 +390,7 @@ class MLXRunner:
     def _joining_row(self, row: Row, prompt: PromptState, first: RowOutput, moves: bool) -> JoiningRow:
         """Return a joining row for a complete prompt. moves: see JoiningRow."""
         token_id, position = first.token_ids[0], prompt.next_position
-        looks_up = any(drafts.is_selective for drafts in self.drafts)
-        return JoiningRow(row, prompt.cache, position, token_id, prompt.head_cache, prompt.hidden, moves, looks_up)
+        return JoiningRow(row, prompt.cache, position, token_id, prompt.head_cache, prompt.hidden, moves, self.drafts)
 
     def _forget_prompt(self, rows: Sequence[Row]) -> None:
         for row in rows:

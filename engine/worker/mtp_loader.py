@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from engine.config import DraftLimits, EngineConfig, MTPConfig
 from engine.errors import EngineFailed
 from engine.processing.checkpoint import read_config, read_optional_json, refuse_code, resolve_checkpoint
 from engine.worker.heads.deepseek_v4 import DEEPSEEK_V4
 from engine.worker.heads.dflash import DFlashFormat
-from engine.worker.heads.dflash_config import AUTO_MAP
 from engine.worker.heads.eagle3 import Eagle3Format
 from engine.worker.heads.gemma4 import GEMMA4, GEMMA4_FORMATS
 from engine.worker.heads.glm5_next import GLM5_NEXT
@@ -28,10 +26,9 @@ from engine.worker.heads.nextn import NEXTN_FORMATS
 from engine.worker.heads.qwen import QWEN_FORMATS
 from engine.worker.heads.qwen4 import QWEN4_FORMATS
 from engine.worker.heads.refused_drafters import refused_drafter
+from engine.worker.loaded_model import READY
+from engine.worker.weights import weights_of
 
-READY = "ready"
-OFF = "off in the configuration"
-REPLACED = "the configured draft_model drafts instead"
 LIBRARY_FORMATS = {each.family: each for each in (DEEPSEEK_V4, GLM5_NEXT)}
 FORMATS: dict[str, HeadFormat] = {
     **QWEN_FORMATS,
@@ -55,12 +52,6 @@ def find_head(config: EngineConfig, model_dir: Path, model_config: dict[str, Any
     Raises:
         EngineFailed: The configuration asks for a head, and none was found.
     """
-    if config.mtp == "off":
-        return None, OFF
-    if config.draft_model is not None:
-        if config.mtp_head is not None or isinstance(config.mtp, MTPConfig):
-            raise EngineFailed("draft_model is configured beside mtp_head or limits of mtp; only one of them can draft")
-        return None, REPLACED
     head_dir, status = _search(config.mtp_head, model_dir, model_config)
     asked_for = "mtp_head" if config.mtp_head is not None else "mtp" if isinstance(config.mtp, MTPConfig) else None
     if head_dir is None and asked_for is not None:
@@ -71,8 +62,8 @@ def find_head(config: EngineConfig, model_dir: Path, model_config: dict[str, Any
 def load_head(head_dir: Path, model_config: dict[str, Any], language_model: Any) -> Head:
     """Load the head in `head_dir`, not bound to the model, in eval mode; weights as stored and possibly lazy.
 
-    Code in the directory is never run. A config.json that names some is rejected, unless it is that of a DFlash drafter
-    and names the published module, which is computed here.
+    Code in the directory is never run. A config.json that names some is rejected, unless it is that which
+    the head's form is published with, and which is computed here.
 
     Args:
         head_dir: See `find_head`.
@@ -82,9 +73,10 @@ def load_head(head_dir: Path, model_config: dict[str, Any], language_model: Any)
     Raises:
         EngineFailed: The head does not fit the model, or tensors are missing, unexpected or of another shape.
     """
-    refuse_code(head_dir, {"auto_map": AUTO_MAP} if isinstance(_own_format(head_dir), DFlashFormat) else None)
     try:
-        return _format_of(head_dir, model_config).load(head_dir, language_model)
+        head_format = _format_of(head_dir, model_config)
+        refuse_code(head_dir, head_format.known_code)
+        return head_format.load(head_dir, language_model)
     except EngineFailed:
         raise
     except Exception as error:  # a damaged checkpoint can raise anything
@@ -106,18 +98,13 @@ def check_limits(head: Head, limits: str | DraftLimits) -> None:
         )
 
 
-def is_quantized(head: Head) -> bool:
-    """Return whether the head has quantized weights."""
-    return any(name.endswith(".scales") for name, _ in _weights(head))
-
-
-def check_values(head: Head, model_config: dict[str, Any]) -> None:
+def check_values(head: Any, model_config: dict[str, Any]) -> None:
     """Check a loaded head.
 
     Raises:
         EngineFailed: Values are not finite, or not plausible for heads of this form.
     """
-    for name, w in _weights(head):
+    for name, w in weights_of(head):
         if mx.issubdtype(w.dtype, mx.floating) and (num_bad := w.size - _count(mx.isfinite(w))):
             raise EngineFailed(
                 f"the MTP head in {head.model_path}: {num_bad} of {w.size} values in {name} are not finite"
@@ -173,8 +160,3 @@ def _resolve(mtp_head: str) -> Path:
 def _count(condition: mx.array) -> int:
     count: Any = condition.sum().item()
     return count
-
-
-def _weights(head: Any) -> list[tuple[str, mx.array]]:
-    flat: Any = tree_flatten(head.parameters())
-    return flat

@@ -1,7 +1,7 @@
 """A launched decode step, and its rows as far as the host has read their tokens."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -10,7 +10,7 @@ from engine.core.row import Row
 from engine.core.runner import Drafts, RowOutput
 from engine.worker.logprobs import Logprobs
 from engine.worker.processors import advance_matcher
-from engine.worker.prompt_lookup import TokenHistory
+from engine.worker.proposer import RowDrafts
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +23,7 @@ class DecodingRow:
     output_ids: list[int]  # Tokens after the request's own prompt; all but the last are in the cache.
     error: str | None = None  # Why the row cannot continue, None if it can.
     is_removed: bool = False  # Pending output of this row is discarded.
-    history: TokenHistory | None = None  # Prompt and answer for prompt lookup; None if it is off.
+    drafts: Mapping[str, RowDrafts] = field(default_factory=dict)  # By name of the TextProposer.
 
     @property
     def output_offset(self) -> int:
@@ -40,7 +40,7 @@ class PendingStep:
     drafts: Drafts
     """Its drafts, k per row."""
     has_drafts: Sequence[bool]
-    """Which rows were given drafts of the proposer; with prompt lookup the others keep one token."""
+    """Which rows were given drafts of the proposer; the others keep one token."""
     tokens: mx.array
     """int32 [B, k + 1], sampled tokens."""
     num_kept: mx.array | None
@@ -69,8 +69,8 @@ class PendingStep:
                     continue
                 row.num_cached += len(ids)
                 row.output_ids += ids
-                if row.history is not None:
-                    row.history.append(ids)
+                for drafts in row.drafts.values():
+                    drafts.append(ids)
                 row.error = row.error or advance_matcher(row.row, ids)
                 self.outputs[row.row.id] = RowOutput(
                     ids,
@@ -78,7 +78,7 @@ class PendingStep:
                     self.drafts.num_tokens if self.has_drafts[i] else 0,
                     accepted[i] if self.has_drafts[i] else 0,
                     self.drafts.proposer,
-                    row.history is not None and row.history.has_match,
+                    frozenset(name for name, drafts in row.drafts.items() if drafts.has_drafts),
                     row.error,
                 )
         return self.outputs

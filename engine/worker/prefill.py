@@ -14,7 +14,7 @@ from engine.core.row import Row
 from engine.core.runner import ImageLeft, RowOutput
 from engine.errors import InvalidRequest
 from engine.protocol import ImagePatches
-from engine.worker.drafter import DraftHead
+from engine.worker.drafter import DraftingModel
 from engine.worker.image_chunk import ImageChunk
 from engine.worker.kv_cache import SequenceCache, num_bytes, slots_like
 from engine.worker.language_model import LanguageModel
@@ -51,7 +51,7 @@ class PromptState:
     image_index: np.ndarray
     """int32 [n], indices of the image tokens among token_ids."""
     head_cache: SequenceCache | None = None
-    """The cache of the MTP head or draft model; None without either."""
+    """The cache of the model that drafts; None without one."""
     hidden: mx.array | None = None
     """Last hidden state [1, 1, hidden], which the head has not read yet; None without a head, see `waits`."""
     features: list[mx.array] = field(default_factory=list)
@@ -75,7 +75,7 @@ class PromptState:
 
     @property
     def layers(self) -> SequenceCache:
-        """Layers of the target's cache, then of that of the MTP head or draft model."""
+        """Layers of the target's cache, then of that of the model that drafts."""
         return [*self.cache, *(self.head_cache or [])]
 
     @property
@@ -88,7 +88,7 @@ class Prefill:
 
     Args:
         language_model: The language model.
-        head: The MTP head or draft model, None without one.
+        head: The model that drafts, None without one.
         vision: The vision encoder, None for a text model.
         image_token_id: The placeholder of images.
         whole_prompts: Whether the tokens of a prompt see each other, see ModelRunner.whole_prompts.
@@ -97,7 +97,7 @@ class Prefill:
     def __init__(
         self,
         language_model: LanguageModel,
-        head: DraftHead | None,
+        head: DraftingModel | None,
         vision: VisionEncoder | None,
         image_token_id: int | None,
         whole_prompts: bool = False,
@@ -253,7 +253,7 @@ class Prefill:
         mx.eval([layer.state for layer in prompt.cache])
         return end - start, end == len(prompt.token_ids)
 
-    def _prime(self, head: DraftHead, prompt: PromptState, hidden: mx.array) -> None:
+    def _prime(self, head: DraftingModel, prompt: PromptState, hidden: mx.array) -> None:
         """Let the head read each new hidden state with the token after it; the newest state waits for its token.
 
         A head without a cache reads none of them.
@@ -304,7 +304,7 @@ def _check_images(image_index: np.ndarray, computed: np.ndarray) -> None:
         raise InvalidRequest(f"the prefill plan omits {num_missing} of {len(image_index)} image tokens", "messages")
 
 
-def waits(head: DraftHead, prompt: PromptState) -> bool:
+def waits(head: DraftingModel, prompt: PromptState) -> bool:
     """Return whether a prompt's newest hidden state waits for the head.
 
     A head that shares the target's keys and values reads only the state of a prompt's last token. Before it nothing but

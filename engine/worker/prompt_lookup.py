@@ -5,8 +5,18 @@ model (Saxena 2023, "Prompt Lookup Decoding"; Yang et al. 2023, arXiv 2304.04487
 step with these drafts waits for the tokens of the step before it.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from engine.worker.drafter import DraftingModel
+from engine.worker.proposer import RowDrafts, Target, TextProposer
+
+LENGTHS = (2, 4)
+"""Draft tokens per row that `auto` chooses from."""
+SHORT_LENGTHS = (2, 3)
+"""The same for targets with a model that drafts, so that rows reserve no more memory than for its drafts, and for
+recurrent ones that keep a state per verified token."""
 MIN_MATCH, MAX_MATCH = 3, 16
 """Fewest equal tokens that count as a match, and the most that are compared. The longest match is used, and among
 equally long ones the last."""
@@ -14,8 +24,20 @@ MAX_CANDIDATES = 1024
 """Most occurrences of the newest token that are compared, the last ones, so that a step takes a bounded time."""
 
 
+class PromptLookup(TextProposer):
+    """Implements Proposer."""
+
+    name = "prompt_lookup"
+
+    def lengths(self, target: Target, model: DraftingModel | None) -> Sequence[int]:
+        return SHORT_LENGTHS if model is not None or target.keeps_states else LENGTHS
+
+    def row_drafts(self, token_ids: np.ndarray) -> RowDrafts:
+        return TokenHistory(token_ids)
+
+
 class TokenHistory:
-    """All tokens of a row, of its prompt and its answer.
+    """All tokens of a row, of its prompt and its answer. Implements RowDrafts.
 
     Args:
         token_ids: int32, the tokens so far.
@@ -36,7 +58,7 @@ class TokenHistory:
         self._num_tokens, self._is_searched = end, False
 
     @property
-    def has_match(self) -> bool:
+    def has_drafts(self) -> bool:
         """Whether the newest tokens occurred before."""
         if not self._is_searched:
             self._next, self._is_searched = self._search(), True
@@ -47,7 +69,7 @@ class TokenHistory:
 
         Without a match the newest token is repeated.
         """
-        start = self._next if self.has_match and self._next is not None else self._num_tokens - 1
+        start = self._next if self.has_drafts and self._next is not None else self._num_tokens - 1
         period = self._num_tokens - start
         return self._tokens[start + np.arange(num_tokens) % period].tolist()
 

@@ -9,7 +9,7 @@ between two steps of the quantization, that one value differs by one step.
 Attention reads them dequantized, one layer at a time. The library's attention over quantized arrays takes 4.5 times as
 long for a chunk of 256 tokens on a CPU, and neither sinks nor soft caps.
 
-Layers that keep the keys and values of all tokens are stored so, latent attention and the MTP head included; for latent
+Layers that keep the keys and values of all tokens are stored so, latent attention and the head included; for latent
 attention these are the latents and the rotated part of the keys. Sliding windows and recurrent states are stored as
 computed: neither grows with the context.
 """

@@ -37,7 +37,7 @@ class KVSegment:
     """The segment before it; None for the first."""
     layers: list[KeysValues | None]
     """Per attention layer keys and values [1, heads, n, head_dim or words]; None while they are in a row's cache. Those
-    of the MTP head are never lent by a decoding row, because the head's cache may lag behind."""
+    of the model that drafts are never lent by a decoding row, because its cache may lag behind."""
     ends: tuple[int, ...]
     """Per attention layer the slots of a row up to the end of this segment."""
 
@@ -87,7 +87,7 @@ class StateSnapshot:
     hidden: mx.array | None  # [1, 1, hidden], the last one, which the head has not read yet; None where none waits.
     windows: tuple[int, ...]  # Per state the tokens of the layer's window; 0 for a recurrent layer.
     ratios: tuple[int, ...]  # Per attention layer the tokens of a slot: more than one for a pool.
-    kv_lags: tuple[int, ...]  # Per attention layer the tokens that it lacks: the MTP head has read one pair less.
+    kv_lags: tuple[int, ...]  # Per attention layer the tokens that it lacks: a head has read one pair less.
     state_lags: tuple[int, ...]  # Per state likewise.
 
     @property

@@ -31,12 +31,12 @@ from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import loader
+from engine.worker.drafting_head import DraftingHead
 from engine.worker.heads.qwen import QwenHead
 from engine.worker.kv_cache import SLOTS_STEP
 from engine.worker.language_model import LanguageModel
 from engine.worker.model_report import RowBytes
 from engine.worker.model_runner import MLXRunner, load_runner
-from engine.worker.mtp import MTPHead
 from engine.worker.quantized_kv import UNQUANTIZED_BITS, format_of
 from tests.benchmarks.measure import Spread, heading, table
 from tests.benchmarks.step_bench import SHAPES, text_config
@@ -150,7 +150,7 @@ def costs_of_shape(name: str, bits: int) -> MemoryCosts:
     for part in (module, head):
         loader.cast(part, mx.bfloat16)
     language_model = LanguageModel(module.language_model, kv_bits=bits)
-    row, layer = RowBytes.of(language_model), MTPHead(head, language_model).make_cache()[0]
+    row, layer = RowBytes.of(language_model), DraftingHead(head, language_model).make_cache()[0]
     head_bytes = sum(array.shape[1] * array.shape[3] * array.dtype.size for array in (layer.keys, layer.values))
     kv_format = format_of(layer)
     return MemoryCosts(

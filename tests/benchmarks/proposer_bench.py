@@ -26,7 +26,6 @@ import numpy as np
 
 import engine.worker  # noqa: F401  # before MLX
 from engine.config import EngineConfig
-from engine.core.runner import Proposer
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
@@ -44,7 +43,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "mtp and prompt_lookup": OFF | {"mtp": "auto", "prompt_lookup": "auto"},
     "draft_model": OFF | {"draft_model": DRAFT_MODEL},
 }
-PROPOSERS: tuple[Proposer, ...] = ("mtp", "draft_model", "prompt_lookup")
+PROPOSERS = ("mtp", "draft_model", "prompt_lookup")
 EDITS = {
     "engine/core/virtual_token_counter.py": ("num_", "count_"),
     "engine/core/burst.py": ("chunk", "piece"),

@@ -25,7 +25,6 @@ from engine.core.runner import (
     Encoded,
     PrefillOutput,
     PromptChunk,
-    Proposer,
     RowOutput,
     RowSnapshot,
     StepTime,
@@ -245,7 +244,7 @@ class ClockRunner:
         self.memory_limit_bytes = machine.memory_bytes
         self.fingerprint = machine.name
         self.drafts: Sequence[Drafts] = tuple(Drafts(k) for k in range(1, len(machine.acceptance) + 1))
-        self.no_drafts: Mapping[Proposer, str] = {"prompt_lookup": "not simulated"}
+        self.no_drafts: Mapping[str, str] = {"prompt_lookup": "not simulated"}
         self.step_times: Sequence[StepTime] = [
             StepTime(rows, drafts, machine.step_seconds([(rows, 1)], drafts.num_tokens))
             for rows in (1, 2, 8)

@@ -30,6 +30,7 @@ from engine.worker.heads.dflash import DFlashHead
 from engine.worker.heads.eagle3 import Eagle3Head, eagle3_config
 from engine.worker.heads.qwen import QwenHead
 from engine.worker.layer_outputs import layers_of
+from engine.worker.loaded_model import FoundProposer
 from engine.worker.model_runner import MLXRunner
 from tests.benchmarks.measure import Spread
 
@@ -161,9 +162,7 @@ def random_model(shape: dict[str, int], head_form: str = "mtp", bits: int = 16) 
         **sizes,
         dtype=str(dtype),
         quantized_weights="no quantized weights" if bits == 16 else f"{bits} bits",
-        mtp_head=head,
-        mtp_status="ready",
-        draft=None,
+        proposers={"mtp": FoundProposer("ready", module=head)},
         fingerprint="random",
     )
 

@@ -71,3 +71,10 @@ def test_fetching_needs_the_disk_tier(text: str, reason: str):
 def test_numbers_other_words_and_null_are_not_taken_for_on_or_off(value: Any):
     with pytest.raises(ValidationError, match="Input should be 'auto', 'on' or 'off'"):
         EngineConfig.model_validate({"compile": value})
+
+
+def test_checkpoints_of_heads_and_draft_models_are_named_with_their_revisions():
+    assert EngineConfig().draft_checkpoints == []
+    assert EngineConfig(mtp_head="org/head").draft_checkpoints == [("org/head", None)]
+    both = {"mtp_head": "org/head", "draft_model": {"model": "org/draft", "revision": "v2"}}
+    assert EngineConfig.model_validate(both).draft_checkpoints == [("org/head", None), ("org/draft", "v2")]

@@ -24,8 +24,8 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.protocol import Boundary, EngineRequest, FinishReason, SamplingParams
+from engine.worker.drafting_head import DraftingHead
 from engine.worker.model_runner import MLXRunner
-from engine.worker.mtp import MTPHead
 from tests.support.cold_runner import load_cold
 from tests.support.conversations import (
     LENGTHS,
@@ -362,7 +362,7 @@ def test_the_hidden_states_of_the_head_are_the_same_after_a_hit_as_after_a_miss(
     runner: MLXRunner = bench_of(name).runner
     request = plain_request("r", plain_tokens("prefix", 90), plain_tokens(name, length))
     said: list[np.ndarray] = []
-    call, prefill = MTPHead.__call__, runner.prefill
+    call, prefill = DraftingHead.__call__, runner.prefill
 
     def listen(head, *args):
         hidden = call(head, *args)
@@ -374,7 +374,7 @@ def test_the_hidden_states_of_the_head_are_the_same_after_a_hit_as_after_a_miss(
         said.clear()
         return output
 
-    monkeypatch.setattr(MTPHead, "__call__", listen)
+    monkeypatch.setattr(DraftingHead, "__call__", listen)
     monkeypatch.setattr(runner, "prefill", prefill_and_forget)
     driver = Driver(runner, cache_config(boundaries=("system",)))
     heard = []

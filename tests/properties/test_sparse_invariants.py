@@ -22,8 +22,8 @@ from engine.core.prefix_cache.snapshot_boundaries import LEAST_TOKENS
 from engine.core.row import Row
 from engine.core.spec_prefill.plan import ScoreRequest, find_anchors, make_plan
 from engine.protocol import Boundary, EngineRequest, SamplingParams
+from engine.worker.drafting_head import DraftingHead
 from engine.worker.model_runner import MLXRunner
-from engine.worker.mtp import MTPHead
 from tests.properties import test_batch_invariants
 from tests.support import conversations
 from tests.support.cold_runner import load_cold
@@ -205,14 +205,14 @@ def test_skipped_tokens_affect_only_the_positions_of_the_kept_ones(models, name)
 def read(monkeypatch) -> list[tuple[list[int], np.ndarray, np.ndarray]]:
     """Record the inputs and outputs of heads, in order: token ids, hidden states that they are paired with, hidden
     states."""
-    heard, call = [], MTPHead.__call__
+    heard, call = [], DraftingHead.__call__
 
     def listen(head, token_ids, hidden, *args):
         said = call(head, token_ids, hidden, *args)
         heard.append((np.array(token_ids)[0].tolist(), np.array(hidden)[0], np.array(said)[0]))
         return said
 
-    monkeypatch.setattr(MTPHead, "__call__", listen)
+    monkeypatch.setattr(DraftingHead, "__call__", listen)
     return heard
 
 

@@ -22,7 +22,6 @@ from engine.core.runner import (
     ImageLeft,
     PrefillOutput,
     PromptChunk,
-    Proposer,
     RowOutput,
     RowSnapshot,
     StepTime,
@@ -59,7 +58,7 @@ class NoSnapshots:
     costs: MemoryCosts = MemoryCosts()
     step_times: Sequence[StepTime] = ()
     drafts: Sequence[Drafts] = ()
-    no_drafts: Mapping[Proposer, str] = MappingProxyType({})
+    no_drafts: Mapping[str, str] = MappingProxyType({})
     chunk_times: Sequence[ChunkTime] = ()
     snapshot_s: float = 0.0
     memory_limit_bytes: int = 2**30
@@ -143,7 +142,7 @@ class FakeRunner:
         self.max_context_tokens, self.vocab_size, self.num_embeddings = 100_000, VOCAB_SIZE, VOCAB_SIZE
         self.max_draft_tokens = max_draft_tokens
         self.drafts: Sequence[Drafts] = tuple(Drafts(k) for k in range(1, max_draft_tokens + 1))
-        self.no_drafts: Mapping[Proposer, str] = {} if max_draft_tokens else {"mtp": "the fake has none"}
+        self.no_drafts: Mapping[str, str] = {} if max_draft_tokens else {"mtp": "the fake has none"}
         self.image_token_id: int | None = None
         self.whole_images = False
         self.whole_prompts: str | None = None

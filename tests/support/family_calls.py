@@ -23,7 +23,16 @@ from tests.support.families.family import Family
 WORKER = Path(__file__).resolve().parents[2] / "engine" / "worker"
 RECORD = Path(__file__).with_name("family_calls.json")
 
-BY_TIME = ("acceptance.py", "prompt_lookup.py", "drafting.py", ".commit", "._look_up", "nbytes", "num_bytes")
+BY_TIME = (
+    "acceptance.py",
+    "prompt_lookup.py",
+    "drafting.py",
+    ".commit",
+    "._is_by_model",
+    "._row_drafts",
+    "nbytes",
+    "num_bytes",
+)
 """Parts of the names of functions that are left out, as a machine's speed decides whether they are called: accounts of
 memory, and all about drafts by prompt lookup, which another test of the gate forces."""
 

@@ -4,6 +4,7 @@ python -m tests.support.fast_paths --write
 """
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import engine.worker  # noqa: F401  # before MLX
@@ -21,7 +22,7 @@ COLUMNS = {
     "compiled_step": "compiled step",
     "prompt_lookup": "prompt lookup",
     "draft_model": "draft model",
-    "mtp_head": "MTP head",
+    "mtp": "MTP head",
     "sparse_prefill": "sparse prefill",
 }
 NO_HEAD = "MTP heads of this family are not supported"
@@ -54,9 +55,10 @@ def document() -> str:
             continue
         language_model = LanguageModel(new_module(family.config).language_model)
         paths = FastPaths.of(language_model, family.config["model_type"])
-        found = {column: getattr(paths, column) for column in COLUMNS}
-        if found["mtp_head"] is not None:
-            found["mtp_head"] = NO_HEAD
+        reasons_of = asdict(paths) | dict(paths.drafts)
+        found = {column: reasons_of[column] for column in COLUMNS}
+        if found["mtp"] is not None:
+            found["mtp"] = NO_HEAD
         if found["bursts"] is None and not BurstPrefill(language_model, None).skips_padding:
             found["bursts"] = EQUAL_LENGTHS
         cells = ["yes" if reason is None else _numbered(reason, reasons) for reason in found.values()]

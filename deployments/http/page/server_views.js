@@ -8,7 +8,7 @@ const ACCOUNTS = {
   prefix_cache: "prefix cache", image_cache: "images", unaccounted: "unaccounted", free: "free",
 };
 
-const PROPOSERS = { mtp: "MTP head", draft_model: "draft model", prompt_lookup: "prompt lookup" };
+const PROPOSERS = { mtp: "MTP head" };
 
 const MAX_SHORT = 16, MAX_MISSES = 5;
 
@@ -90,12 +90,11 @@ export function cache({ totals, engines }) {
 
 /** @param {object[]} engines The section of the status. @returns {HTMLElement} */
 export function drafts(engines) {
-  const rows = engines.flatMap(({ engine: { speculation } }) => Object.entries(PROPOSERS)
-    .filter(([name]) => speculation?.[name])
-    .map(([name, words]) => {
-      const found = speculation[name];
+  const rows = engines.flatMap(({ engine: { speculation } }) => Object.entries(speculation ?? {})
+    .filter(([, found]) => found?.num_drafted !== undefined)
+    .map(([name, found]) => {
       const now = speculation.proposer === name ? `${plural(speculation.num_draft_tokens, "token")} a step` : "";
-      return [words, found.reason ?? (now || found.mode || "–"), count(found.num_drafted), count(found.num_accepted),
+      return [PROPOSERS[name] ?? name.replaceAll("_", " "), found.reason ?? (now || found.mode || "–"), count(found.num_drafted), count(found.num_accepted),
         share(found.num_accepted, found.num_drafted)];
     }));
   return card("Drafts", rows.length ? table(["proposer", "now", "drafted", "accepted", "share"], rows)

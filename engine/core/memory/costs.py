@@ -10,7 +10,7 @@ class MemoryCosts:
     """Bytes, measured at start where no formula holds on every device (worker/memory_costs.py)."""
 
     base_bytes: int = 0  # Weights, and everything else allocated without any request.
-    token_bytes: int = 0  # Per token of a row, over all attention layers, those of the MTP head included.
+    token_bytes: int = 0  # Per token of a row, over all attention layers, those of the model that drafts included.
     state_bytes: int = 0  # Recurrent states of a row, and windows that are smaller than the largest.
     window_bytes: int = 0  # Per slot of a row, over all layers with the largest sliding window.
     window_slots: int = 0  # The most slots of such a layer.
@@ -25,8 +25,8 @@ class MemoryCosts:
     slot_step_bytes: float = 0.0  # Intermediate results of a decode step, per slot of a row.
     ranked_bytes: int = 0  # Additional bytes of a row that uses top_k, top_p or min_p.
     shaped_bytes: int = 0  # Additional bytes of a row with penalties, biases, min_tokens, a grammar or logprobs.
-    pending_bytes: int = 0  # Per token that the MTP head has not read yet.
-    pending_tokens: int = 0  # The most tokens per row that the MTP head has not read yet.
+    pending_bytes: int = 0  # Per token that the model that drafts has not read yet.
+    pending_tokens: int = 0  # The most tokens per row that the model that drafts has not read yet.
     chunk_bytes: int = 0  # Intermediate results of a prefill chunk, whatever its size.
     token_step_bytes: float = 0.0  # Intermediate results of a prefill chunk, per token.
     pair_bytes: float = 0.0

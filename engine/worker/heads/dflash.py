@@ -16,7 +16,7 @@ from mlx_vlm.utils import load_model_weights
 
 from engine.errors import EngineFailed
 from engine.processing.checkpoint import read_config
-from engine.worker.heads.dflash_config import block_size, dflash_config, is_dflash
+from engine.worker.heads.dflash_config import AUTO_MAP, block_size, dflash_config, is_dflash
 from engine.worker.heads.head import BlockHead, Head, SharesTarget
 from engine.worker.heads.head_files import check_fit, split_tensors
 from engine.worker.heads.read_outputs import check_outputs
@@ -97,6 +97,10 @@ class DFlashFormat:
 
     split_types = ()
     tensors = "DFlash"
+
+    @property
+    def known_code(self) -> dict[str, Any]:
+        return {"auto_map": AUTO_MAP}
 
     def is_in(self, model_dir: Path) -> bool:
         return is_dflash(read_config(model_dir))

@@ -82,6 +82,7 @@ class Eagle3Format:
 
     split_types = ("eagle3",)
     tensors = "EAGLE-3"
+    known_code = None
 
     def is_in(self, model_dir: Path) -> bool:
         return is_eagle3(read_config(model_dir))

@@ -85,6 +85,7 @@ class Gemma4Format:
 
     split_types = MODEL_TYPES
     tensors = "Gemma 4 assistant"
+    known_code = None
 
     def is_in(self, model_dir: Path) -> bool:
         return is_assistant(read_config(model_dir))

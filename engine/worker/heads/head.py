@@ -1,6 +1,6 @@
 """Interfaces of the forms of MTP heads: how their checkpoints are read, and how they compute."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -136,6 +136,14 @@ class HeadFormat(Protocol):
     @property
     def tensors(self) -> str:
         """Names of a head's tensors in a checkpoint, for messages."""
+        ...
+
+    @property
+    def known_code(self) -> Mapping[str, Any] | None:
+        """Fields of config.json that may name code, with the values of published checkpoints; None for no such field.
+
+        The code is never run: the form computes the same.
+        """
         ...
 
     def is_in(self, model_dir: Path) -> bool:

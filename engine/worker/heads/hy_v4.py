@@ -53,6 +53,7 @@ class HyV4Format:
 
     split_types = (HyV4MTPSplitter.output_model_type,)
     tensors = "model.mtp_layers.*"
+    known_code = None
 
     def is_in(self, model_dir: Path) -> bool:
         return has_tensors(model_dir, HyV4MTPSplitter)

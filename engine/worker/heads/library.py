@@ -37,6 +37,7 @@ class LibraryFormat:
     """See HeadFormat."""
     shared: tuple[str, ...]
     """Beginnings of the names of tensors that the target has too, and that some checkpoints repeat."""
+    known_code = None
 
     @property
     def split_types(self) -> tuple[str, ...]:

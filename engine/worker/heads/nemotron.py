@@ -36,6 +36,7 @@ class NemotronFormat:
 
     split_types = (NemotronHMTPSplitter.output_model_type,)
     tensors = "mtp.*"
+    known_code = None
 
     def is_in(self, model_dir: Path) -> bool:
         return has_tensors(model_dir, NemotronHMTPSplitter)

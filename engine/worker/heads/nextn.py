@@ -98,6 +98,7 @@ class NextnFormat:
 
     split_types = ("glm4_moe_lite_mtp", "glm_moe_dsa_mtp")
     tensors = "model.layers.<num_hidden_layers>.*"
+    known_code = None
 
     def is_in(self, model_dir: Path) -> bool:
         return has_tensors(model_dir, _Splitter)

@@ -56,6 +56,7 @@ class QwenFormat:
     """How the library reads the head from a checkpoint of the family."""
     split_types = (SPLIT_TYPE,)
     tensors = "mtp.*"
+    known_code = None
 
     def is_in(self, model_dir: Path) -> bool:
         return has_tensors(model_dir, self.splitter)

@@ -69,6 +69,7 @@ class Qwen4Format:
 
     split_types = (Qwen4ExpMTPSplitter.output_model_type,)
     tensors = "mtp.*"
+    known_code = None
 
     def is_in(self, model_dir: Path) -> bool:
         return has_tensors(model_dir, Qwen4ExpMTPSplitter)

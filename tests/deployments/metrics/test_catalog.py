@@ -11,7 +11,7 @@ from deployments.metrics.catalog import METRICS
 from deployments.metrics.metric import Metric
 from deployments.metrics.node_figures import IngressFigures, NodeFigures, SparsePlans
 from deployments.metrics.text_format import text_of
-from deployments.metrics.vllm_metrics import PROPOSERS, row_memory_share
+from deployments.metrics.vllm_metrics import row_memory_share
 from engine.core.request_figures import RequestFigures
 from engine.core.spec_prefill.plan import ScorerStatus
 from engine.figures import EngineFigures
@@ -20,6 +20,8 @@ from engine.status import EngineStatus, FetchStatus
 
 UNITS = {"bytes": "_bytes", "seconds": "_seconds"}
 """Part of a metric's name by unit."""
+
+PROPOSERS = ("mtp", "draft_model", "prompt_lookup", "another")
 
 ACCOUNTS = {
     f"{name}_bytes": 10
@@ -36,7 +38,7 @@ def full_node(model: str = "demo", key: str = "team") -> NodeFigures:
         model="x",
         load_progress=1.0,
         expected_wait_s=0.5,
-        speculation={name: {**proposer, "acceptance_by_depth": [0.5, None]} for name in PROPOSERS},
+        speculation={name: {**proposer, "acceptance_by_depth": [0.5, None]} for name in PROPOSERS} | {"step_ms": {}},
         memory={"active_bytes": 1, "peak_bytes": 2, "mlx_cache_bytes": 3}
         | {"prefix_cache_bytes": 4, "prefix_cache_max_bytes": 5},
         admission=ACCOUNTS | {"limit_bytes": 80, "num_underestimates": 0},
@@ -78,6 +80,13 @@ def test_samples_fit_the_kind_and_the_labels(metric: Metric):
         assert isinstance(value, Histogram) == (metric.kind == "histogram")
     assert len({values for values, _ in samples}) == len(samples)
     assert not list(metric.read(NodeFigures(model="demo"))), "nothing is shown of replicas that do not answer"
+
+
+def test_drafts_are_shown_of_each_proposer_that_the_engine_names():
+    node = full_node()
+    shown = {metric.name: list(metric.read(node)) for metric in METRICS if "proposer" in metric.labels}
+    assert "orchard:draft_acceptance" in shown and len(shown) == 5
+    assert all({labels[0] for labels, _ in samples} == set(PROPOSERS) for samples in shown.values())
 
 
 def test_the_text_has_what_was_read():

@@ -134,7 +134,7 @@ class Simulation:
         return spike * self._random.lognormvariate(0, self._noise)
 
 
-LOOKUP = tuple(Drafts(k, "prompt_lookup") for k in (2, 4, 8))
+LOOKUP = tuple(Drafts(k, "prompt_lookup", is_selective=True) for k in (2, 4, 8))
 
 
 class LookupSimulation(Simulation):
@@ -179,5 +179,5 @@ class LookupSimulation(Simulation):
         while num_accepted < most and self._random.random() < acceptance[num_accepted]:
             num_accepted += 1
         self._positions[i] += num_accepted + 1
-        can_look_up = self._positions[i] % self.period < self.copied
-        return RowOutput((7,) * (num_accepted + 1), (), most, num_accepted, drafts.proposer, can_look_up)
+        can_draft = frozenset(["prompt_lookup"] if self._positions[i] % self.period < self.copied else [])
+        return RowOutput((7,) * (num_accepted + 1), (), most, num_accepted, drafts.proposer, can_draft)

@@ -6,10 +6,9 @@ from statistics import mean
 
 import pytest
 
-from engine.config import MTPConfig, PromptLookupConfig
+from engine.config import DraftMode, MTPConfig, PromptLookupConfig
 from engine.core.cost_model import CostModel
-from engine.core.proposer_record import Mode
-from engine.core.runner import Drafts, Proposer, RowOutput
+from engine.core.runner import Drafts, RowOutput
 from engine.core.speculation import SpeculationController
 from tests.engine.core.simulation import (
     BUSY_CPU,
@@ -170,7 +169,7 @@ def test_steps_that_slow_down_equally_for_all_k_cause_few_switches_of_k():
     assert simulation.controller.num_switches < 25
 
 
-def controller_of(mode: Mode, num_draft_tokens: int = 3, no_drafts: str = "") -> SpeculationController:
+def controller_of(mode: DraftMode, num_draft_tokens: int = 3, no_drafts: str = "") -> SpeculationController:
     """Return the controller of a runner with an MTP head that drafts up to `num_draft_tokens` tokens."""
     return SpeculationController({"mtp": mode}, CostModel(MTP[:num_draft_tokens]), {"mtp": no_drafts})
 
@@ -324,14 +323,14 @@ def test_rejected_drafts_of_prompt_lookup_do_not_pause_the_head():
 
 
 def test_fixed_prompt_lookup_precedes_a_fixed_head_where_rows_have_matches():
-    costs = CostModel([*MTP, Drafts(4, "prompt_lookup"), Drafts(8, "prompt_lookup")])
-    modes: dict[Proposer, Mode] = {
+    costs = CostModel([*MTP, *(Drafts(k, "prompt_lookup", is_selective=True) for k in (4, 8))])
+    modes: dict[str, DraftMode] = {
         "mtp": MTPConfig(max_draft_tokens=2, max_rows=2),
         "prompt_lookup": PromptLookupConfig(max_draft_tokens=4),
     }
     controller = SpeculationController(modes, costs, {})
     assert controller.choose(1) == Drafts(2)
-    controller.record([RowOutput((7,), can_look_up=True), RowOutput((7,))])
+    controller.record([RowOutput((7,), can_draft=frozenset(["prompt_lookup"])), RowOutput((7,))])
     assert controller.choose(2) == Drafts(4, "prompt_lookup")
     assert controller.choose(5) == Drafts()
     controller.record([RowOutput((7,)), RowOutput((7,))])

@@ -188,6 +188,6 @@ def test_lookups_draft_only_tokens_that_have_a_logit():
     """A prompt may have others, as those around Molmo2's images are: token 0 is drafted in their place."""
     history = TokenHistory(np.array([VOCAB, 7, VOCAB - 1, VOCAB + 5, 8, VOCAB, 7, VOCAB - 1], np.int32))
     assert history.drafts(5) == [VOCAB + 5, 8, VOCAB, 7, VOCAB - 1]
-    group: Any = SimpleNamespace(rows=[SimpleNamespace(history=history), SimpleNamespace(history=None)])
+    group: Any = SimpleNamespace(rows=[SimpleNamespace(drafts={"prompt_lookup": history}), SimpleNamespace(drafts={})])
     group._vocab_size = VOCAB
-    assert DecodeGroup._look_up(group, 5).tolist() == [[0, 8, 0, 7, VOCAB - 1], [0] * 5]
+    assert DecodeGroup._row_drafts(group, Drafts(5, "prompt_lookup")).tolist() == [[0, 8, 0, 7, VOCAB - 1], [0] * 5]

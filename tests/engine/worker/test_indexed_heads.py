@@ -41,8 +41,8 @@ PACKED_RTOL, PACKED_ATOL = 2**-3, 2**-5
 
 def head_weights(path: Path, **options: Any) -> dict[str, mx.array]:
     found = loader.load(EngineConfig.model_validate({"model": str(path)} | options), lambda progress: None)
-    assert found.mtp_head is not None, found.mtp_status
-    return dict(loader.weights_of(found.mtp_head))
+    assert found.proposers["mtp"].module is not None, found.proposers["mtp"].status
+    return dict(loader.weights_of(found.proposers["mtp"].module))
 
 
 def read_tensors(directory: Path) -> dict[str, mx.array]:
@@ -70,7 +70,7 @@ def test_drafts_are_those_of_the_librarys_head_through_bursts_joins_rejections_a
     turns = conversation(target)
     runner = load_cold(EngineConfig(model=str(path), mtp_head=str(write_head(path))))
     head = MODULES[family](FAMILIES[family].config)
-    served: Any = runner._model.mtp_head
+    served: Any = runner._model.proposers["mtp"].module
     head.load_weights(list(loader.weights_of(served)))
     drafted: list[tuple[list[str], mx.array, mx.array]] = []
 

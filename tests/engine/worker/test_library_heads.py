@@ -133,12 +133,13 @@ def test_drafts_are_those_of_the_library_while_rows_keep_different_numbers_of_to
         runner.drop([row_id])
         answers[row_id] = tokens
 
-    def look_up(group: DecodeGroup, num_drafts: int) -> mx.array:
+    def row_drafts(group: DecodeGroup, drafts: Drafts) -> mx.array:
+        num_drafts = drafts.num_tokens
         behind = [answers[row.row.id][row.row.num_tokens + len(row.output_ids) :] for row in group.rows]
         right = [[*ids[:num_drafts], *[0] * num_drafts][:num_drafts] for ids in behind]
         return mx.array([ids if i % 2 else [0] * num_drafts for i, ids in enumerate(right)], mx.int32)
 
-    monkeypatch.setattr(DecodeGroup, "_look_up", look_up)
+    monkeypatch.setattr(DecodeGroup, "_row_drafts", row_drafts)
     recorded, tokens, kept = Recorded(monkeypatch), {}, []
     three, forced = Drafts(3, "mtp"), Drafts(2, "prompt_lookup", is_forced=True)
     for joins, leaves, steps in (
@@ -267,6 +268,6 @@ def test_two_layers_of_an_mtp_head_are_refused(tmp_path):
 def test_weights_that_the_target_computes_in_float32_stay_so_in_the_head(family, kept, tmp_path):
     path = make(tmp_path / "model", FAMILIES[family])
     config = EngineConfig(model=str(path), mtp_head=str(write_head(path)), dtype="bfloat16")
-    head: Any = loader.load(config, lambda progress: None).mtp_head
+    head: Any = loader.load(config, lambda progress: None).proposers["mtp"].module
     for name, weight in loader.weights_of(head):
         assert weight.dtype == (mx.float32 if any(part in name for part in kept) else mx.bfloat16), name

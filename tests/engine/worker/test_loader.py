@@ -39,8 +39,8 @@ def test_weights_on_the_cpu_are_all_float32_and_progress_ends_at_one():
     assert dtypes == {mx.float32} and model.dtype == "float32"
     assert progress[-1] == 1.0 and progress == sorted(progress)
     assert model.media_kinds == {"image", "video"} and model.max_context_tokens == 32768
-    assert model.mtp_head is not None
-    weights = [w for module in (model.module, model.mtp_head) for _, w in loader.weights_of(module)]
+    assert model.proposers["mtp"].module is not None
+    weights = [w for module in (model.module, model.proposers["mtp"].module) for _, w in loader.weights_of(module)]
     assert {w.dtype for w in weights} == {mx.float32} and model.num_weight_bytes == sum(w.nbytes for w in weights)
 
 
@@ -48,7 +48,7 @@ def test_progress_grows_piece_by_piece_through_model_and_head(monkeypatch):
     monkeypatch.setattr(loader, "EVAL_BYTES", 2**20)
     model, progress = load()
     assert progress == sorted(progress) and progress[-1] == 1.0 and len(progress) > 10
-    assert model.mtp_status == "ready"
+    assert model.proposers["mtp"].status == "ready"
 
 
 def test_a_requested_dtype_is_used_but_decays_stay_float32():
@@ -121,7 +121,7 @@ def test_a_quantized_checkpoint_answers_questions_on_text_and_images(tmp_path, d
 def test_tiny_checkpoints_load_with_vision_tower_and_head(tiny_model, choices):
     model, _ = load(model=str(tiny_model(**choices)))
     assert model.media_kinds == {"image"} and model.vocab_size == 512
-    assert (model.mtp_head is not None) == choices.get("mtp", True)
+    assert (model.proposers["mtp"].module is not None) == choices.get("mtp", True)
     preprocessor, tokenizer = ImagePreprocessor(model.path), ChatTokenizer(model.path)
     image = preprocessor.patches(Image.new("RGB", (48, 32), "red"))
     features = VisionEncoder(make_tower(model.module, "qwen3_5"), preprocessor.normalization, 0).encode(image)

@@ -24,7 +24,7 @@ from engine.core.row import Row
 from engine.core.runner import Drafts, RowOutput
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, SamplingParams
-from engine.worker import drafter, mtp
+from engine.worker import drafter, drafting_head
 from engine.worker.model_runner import MLXRunner
 from tests.support.night import some_at_night
 from tests.support.tasks import QUESTIONS, RETRIEVAL, TASKS, Prompt, Task, prompts
@@ -213,14 +213,14 @@ def test_the_head_cache_is_the_same_however_the_prompt_is_cut_into_chunks(runner
 
 
 def test_a_head_that_has_not_seen_the_prompt_has_low_acceptance(runner, begin, stories, monkeypatch):
-    prime = mtp.MTPHead.prime
+    prime = drafting_head.DraftingHead.prime
 
     def forgetful(self, next_token_ids, hidden, cache):
         prime(self, next_token_ids, hidden, cache)
         for layer in cache:
             layer.keys, layer.values = mx.zeros_like(layer.keys), mx.zeros_like(layer.values)
 
-    monkeypatch.setattr(mtp.MTPHead, "prime", forgetful)
+    monkeypatch.setattr(drafting_head.DraftingHead, "prime", forgetful)
     answers = begin(*SHORT["retrieval"])
     chunked(runner, answers, stories)
     sys.stdout.write(f"\nnot primed, retrieval: first two {acceptance(answers, 2):.3f} ")

@@ -24,7 +24,7 @@ from engine.errors import EngineFailed
 from engine.protocol import EngineRequest, Progress, SamplingParams
 from engine.worker import loader, mtp_loader
 from engine.worker.decode import DecodeGroup
-from engine.worker.drafter import DraftHead
+from engine.worker.drafter import DraftingModel
 from engine.worker.heads.qwen import QWEN_FORMATS
 from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.cold_runner import load_cold
@@ -154,7 +154,7 @@ def test_answer_cut_anywhere_goes_on_in_another_engine_with_drafts(served):
         assert (num_drafted > 0) == (options is drafts)
 
 
-def chained(head: DraftHead, behind: mx.array, read: mx.array, num_drafts: int) -> list[int]:
+def chained(head: DraftingModel, behind: mx.array, read: mx.array, num_drafts: int) -> list[int]:
     """Return a head's drafts behind all pairs, each computed of the head's own state and the draft before it."""
     cache, positions, found = head.make_cache(), mx.arange(read.shape[1])[None], list[int]()
     for _ in range(num_drafts):
@@ -216,11 +216,11 @@ def test_head_in_a_checkpoint_is_the_same_head_as_beside_it(family, tmp_path):
     """The library loads converted checkpoints of the other families without a head's tensors only."""
     path = make(tmp_path / "model", FAMILIES[family])
     write_head(path)
-    beside = loader.load(EngineConfig(model=str(path)), lambda progress: None).mtp_head
+    beside = loader.load(EngineConfig(model=str(path)), lambda progress: None).proposers["mtp"].module
     put_into_checkpoint(path)
     inside = loader.load(EngineConfig(model=str(path)), lambda progress: None)
-    assert beside is not None and inside.mtp_head is not None, inside.mtp_status
-    expected, found = dict(loader.weights_of(beside)), dict(loader.weights_of(inside.mtp_head))
+    assert beside is not None and inside.proposers["mtp"].module is not None, inside.proposers["mtp"].status
+    expected, found = dict(loader.weights_of(beside)), dict(loader.weights_of(inside.proposers["mtp"].module))
     assert found.keys() == expected.keys() and all(mx.array_equal(found[name], expected[name]) for name in found)
 
 
@@ -235,8 +235,9 @@ def test_head_of_a_published_qwen3_next_checkpoint_is_read_with_its_experts_apar
     split, published = (
         loader.load(EngineConfig(model=str(path), mtp_head=str(one)), lambda progress: None) for one in (head_dir, raw)
     )
-    assert split.mtp_head is not None and published.mtp_head is not None
-    expected, found = (dict(loader.weights_of(head)) for head in (split.mtp_head, published.mtp_head))
+    heads: list[Any] = [one.proposers["mtp"].module for one in (split, published)]
+    assert None not in heads
+    expected, found = (dict(loader.weights_of(head)) for head in heads)
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         np.testing.assert_allclose(np.array(found[name]), np.array(weight), atol=1e-6, err_msg=name)
@@ -256,11 +257,11 @@ def test_head_that_the_library_split_off_a_published_checkpoint_is_the_same_head
     published = write_head(path).rename(tmp_path / "published")
     split(str(published), str(tmp_path / "model-mtp"))
     one, other = (
-        loader.load(EngineConfig.model_validate({"model": str(path)} | options), lambda progress: None).mtp_head
+        loader.load(EngineConfig.model_validate({"model": str(path)} | options), lambda progress: None).proposers["mtp"]
         for options in ({"mtp_head": str(published)}, {})
     )
-    assert one is not None and other is not None
-    expected, found = dict(loader.weights_of(one)), dict(loader.weights_of(other))
+    assert one.module is not None and other.module is not None
+    expected, found = dict(loader.weights_of(one.module)), dict(loader.weights_of(other.module))
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         exact = weight if "e_score_correction_bias" in name or family != "glm4_moe_lite" else weight.astype(mx.bfloat16)

@@ -26,8 +26,8 @@ def load(model: Path, **config) -> loader.LoadedModel:
 
 
 def head_weights(model: loader.LoadedModel) -> dict[str, mx.array]:
-    assert model.mtp_head is not None, model.mtp_status
-    return dict(loader.weights_of(model.mtp_head))
+    assert model.proposers["mtp"].module is not None, model.proposers["mtp"].status
+    return dict(loader.weights_of(model.proposers["mtp"].module))
 
 
 def identical(a: dict[str, mx.array], b: dict[str, mx.array]) -> bool:
@@ -108,9 +108,9 @@ def test_a_head_in_the_checkpoint_takes_precedence_over_one_beside_it(raw):
 
 def test_mtp_head_may_be_the_raw_checkpoint_that_a_quantized_model_came_from(raw, tmp_path):
     convert(str(raw), str(tmp_path / "q8"), quantize=True, q_bits=8, q_group_size=32)
-    assert load(tmp_path / "q8").mtp_status == f"no mtp.* tensors in {tmp_path / 'q8'}"
+    assert load(tmp_path / "q8").proposers["mtp"].status == f"no mtp.* tensors in {tmp_path / 'q8'}"
     model = load(tmp_path / "q8", mtp_head=str(raw))
-    assert model.mtp_status == "ready" and identical(head_weights(model), head_weights(load(raw)))
+    assert model.proposers["mtp"].status == "ready" and identical(head_weights(model), head_weights(load(raw)))
 
 
 def test_a_quantized_model_takes_the_quantized_head_that_was_converted_with_it(raw, tmp_path):
@@ -134,9 +134,9 @@ def test_a_quantized_head_is_expanded_on_a_cpu(raw, tmp_path):
 def test_heads_of_every_quantization_load_and_compute(raw, tmp_path, mode):
     split_mtp(str(raw), str(tmp_path / "head"), q_mode=mode)
     model = load(raw, mtp_head=str(tmp_path / "head"), expand_quantized_weights="off")
-    assert "fc.scales" in head_weights(model) and model.mtp_head is not None
+    assert "fc.scales" in head_weights(model) and model.proposers["mtp"].module is not None
     hidden = mx.random.normal((1, 3, 64), key=mx.random.key(0))
-    out = model.mtp_head._forward_hidden(hidden, hidden, None, mx.arange(3)[None])
+    out = model.proposers["mtp"].module._forward_hidden(hidden, hidden, None, mx.arange(3)[None])
     assert out.shape == (1, 3, 64) and mx.isfinite(out).all().item()
 
 
@@ -166,34 +166,37 @@ def test_weight_bytes_include_the_head_and_the_head_does_not_include_its_target(
     model, without = load(raw), load(raw, mtp="off")
     num_head_bytes = sum(w.nbytes for w in head_weights(model).values())
     assert model.num_weight_bytes == without.num_weight_bytes + num_head_bytes
-    assert model.mtp_head is not None and not model.mtp_head.training
-    model.mtp_head.bind(model.module.language_model)
+    assert model.proposers["mtp"].module is not None and not model.proposers["mtp"].module.training
+    model.proposers["mtp"].module.bind(model.module.language_model)
     assert sum(w.nbytes for w in head_weights(model).values()) == num_head_bytes
 
 
 def test_a_model_without_a_head_is_loaded_and_its_status_names_the_reason(bare, split):
-    assert load(bare).mtp_status == "ready"
+    assert load(bare).proposers["mtp"].status == "ready"
     shutil.rmtree(split)
     model = load(bare)
-    assert model.mtp_head is None and model.mtp_status == f"no mtp.* tensors in {bare}"
+    assert model.proposers["mtp"].module is None and model.proposers["mtp"].status == f"no mtp.* tensors in {bare}"
 
 
 def test_a_directory_that_split_mtp_did_not_write_is_not_taken_for_a_head(raw, bare, split):
     configure(split, model_type="qwen3_5")
     model = load(bare)
-    assert model.mtp_head is None
-    assert model.mtp_status.endswith(f"{split} has model_type 'qwen3_5', expected 'qwen3_5_mtp'")
+    assert model.proposers["mtp"].module is None
+    assert model.proposers["mtp"].status.endswith(f"{split} has model_type 'qwen3_5', expected 'qwen3_5_mtp'")
 
 
 def test_a_model_of_a_family_without_heads_reports_it_in_its_status():
     model = load(DEMO_MODEL / "draft")
-    assert model.mtp_head is None and model.mtp_status == "MTP heads of model_type qwen3 are not supported"
+    assert (
+        model.proposers["mtp"].module is None
+        and model.proposers["mtp"].status == "MTP heads of model_type qwen3 are not supported"
+    )
 
 
 def test_mtp_off_loads_no_head_not_even_a_broken_one(bare, split):
     (split / "model.safetensors").write_bytes(b"not weights")
     model = load(bare, mtp="off")
-    assert model.mtp_head is None and model.mtp_status == "off in the configuration"
+    assert model.proposers["mtp"].module is None and model.proposers["mtp"].status == "off in the configuration"
 
 
 @pytest.mark.parametrize("config", [{"mtp": FIXED}, {"mtp_head": str(DEMO_MODEL)}])

@@ -37,9 +37,9 @@ def test_tokens_after_the_last_of_the_longest_matches_are_drafted():
 
 def test_fewer_equal_tokens_than_a_match_needs_draft_nothing():
     assert MIN_MATCH == 3
-    assert not history(1, 2, 3, 9, 8, 2, 3).has_match
-    assert history(1, 2, 3, 9, 8, 1, 2, 3).has_match
-    assert not history().has_match and not history(1).has_match and not history(1, 1, 1).has_match
+    assert not history(1, 2, 3, 9, 8, 2, 3).has_drafts
+    assert history(1, 2, 3, 9, 8, 1, 2, 3).has_drafts
+    assert not history().has_drafts and not history(1).has_drafts and not history(1, 1, 1).has_drafts
 
 
 def test_repeated_text_is_continued_beyond_its_end():
@@ -50,16 +50,16 @@ def test_number_of_compared_occurrences_is_limited():
     tokens = history(*[7, 8, 9], *[1] * 5000, *[7, 8, 9])
     assert tokens.drafts(1) == [1]
     tokens = history(*[7, 8, 9, 5], *[9] * MAX_CANDIDATES, 7, 8, 9)
-    assert not tokens.has_match, "the match is before the last occurrences of its last token"
+    assert not tokens.has_drafts, "the match is before the last occurrences of its last token"
 
 
 def test_appended_tokens_are_searched_and_found():
     tokens = history(5, 6, 7, 8)
-    assert not tokens.has_match
+    assert not tokens.has_drafts
     tokens.append((5, 6))
-    assert not tokens.has_match
+    assert not tokens.has_drafts
     tokens.append((7,))
-    assert tokens.has_match and tokens.drafts(1) == [8]
+    assert tokens.has_drafts and tokens.drafts(1) == [8]
     for token in range(100, 1100):
         tokens.append((token,))
     tokens.append((100, 101, 102))
@@ -81,7 +81,7 @@ def reference(tokens: list[int]) -> int | None:
 @given(st.lists(st.integers(0, 2), max_size=60))
 def test_search_finds_what_a_comparison_at_every_place_finds(tokens):
     found, expected = history(*tokens), reference(tokens)
-    assert found.has_match == (expected is not None)
+    assert found.has_drafts == (expected is not None)
     if expected is not None:
         assert found.drafts(1) == [tokens[expected]]
 

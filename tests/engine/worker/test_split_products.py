@@ -84,7 +84,7 @@ def test_a_model_with_split_weights_gives_the_same_tokens_alone_in_a_batch_and_w
     expected = alone(runner, rows)
     runner.reset()
     model = runner._model
-    assert split_products.install(model.module.language_model, model.mtp_head, min_size=1) > 10
+    assert split_products.install(model.module.language_model, model.proposers["mtp"].module, min_size=1) > 10
     assert alone(runner, rows) == expected
     start_together(runner, rows)
     assert decode(runner, rows, 2) == expected

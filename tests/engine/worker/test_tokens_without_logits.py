@@ -55,7 +55,7 @@ def test_the_answer_is_that_of_the_library(asked):
 def test_penalties_and_prompt_lookup_pass_them_over(asked, monkeypatch):
     """Prompt lookup would draft them."""
     monkeypatch.setattr(TokenHistory, "drafts", lambda self, num_tokens: [VOCAB_SIZE + 3] * num_tokens)
-    monkeypatch.setattr(TokenHistory, "has_match", True)
+    monkeypatch.setattr(TokenHistory, "has_drafts", True)
     runner, request, _ = asked
     request = replace(request, sampling=replace(request.sampling, repetition_penalty=1.3, presence_penalty=0.5))
     tokens = []

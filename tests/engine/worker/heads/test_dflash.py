@@ -16,12 +16,13 @@ from engine.core.row import Row
 from engine.core.runner import PromptChunk
 from engine.errors import EngineFailed
 from engine.protocol import EngineRequest, SamplingParams
-from engine.worker import loader
+from engine.worker import loader, proposers
 from engine.worker.drafter import MAX_PENDING, Drafter, PendingHiddenStates
-from engine.worker.drafting import drafting_head, drafts_offered
+from engine.worker.drafting_head import DraftingHead
 from engine.worker.kv_cache import BatchCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.model_runner import load_runner
+from engine.worker.proposer import Target
 from engine.worker.recurrent_layer import BatchRecurrentLayer
 from tests.support.cold_runner import load_cold
 from tests.support.dflash import BLOCK_SIZE, LAYERS_READ, WINDOW, LibraryDrafter, write_dflash
@@ -63,10 +64,9 @@ def test_blocks_of_rows_of_different_lengths_are_those_of_the_library_over_sever
     loaded = load(model, head_dir)
     lm = loaded.module.language_model
     library = LibraryDrafter(head_dir, lm)
-    head: Any = loaded.mtp_head
+    head: Any = loaded.proposers["mtp"].module
     language_model = LanguageModel(lm, has_head=True, layer_outputs=head.layer_outputs)
-    drafting = drafting_head(None, head, VOCAB_SIZE, VOCAB_SIZE, language_model)
-    assert drafting is not None
+    drafting = DraftingHead(head, language_model)
     starts, newest = [3 * WINDOW, 5], [[17, 40], [90, 7]]
     read = [mx.random.normal((1, 60, head.width), key=mx.random.key(i)) for i in range(2)]
 
@@ -153,13 +153,12 @@ def test_targets_that_keep_a_state_per_verified_token_get_few_drafts_unless_more
 def offered(model: Path, head_dir: Path, options: dict[str, Any]) -> list[int]:
     """Return the numbers of drafts that a drafter offers."""
     loaded = load(model, head_dir, **options)
-    assert loaded.mtp_head is not None
-    lm, layer_outputs = loaded.module.language_model, loaded.mtp_head.layer_outputs
+    assert loaded.proposers["mtp"].module is not None
+    lm, layer_outputs = loaded.module.language_model, loaded.proposers["mtp"].module.layer_outputs
     language_model = LanguageModel(lm, has_head=True, layer_outputs=layer_outputs)
-    head = drafting_head(None, loaded.mtp_head, VOCAB_SIZE, VOCAB_SIZE, language_model)
-    drafts, _ = drafts_offered(
-        EngineConfig.model_validate({"prompt_lookup": "off"} | options), head, "", language_model
-    )
+    target, head = Target(language_model, VOCAB_SIZE, VOCAB_SIZE), loaded.proposers["mtp"].module
+    config = EngineConfig.model_validate({"prompt_lookup": "off"} | options)
+    drafts, _ = proposers.offered(config, loaded.proposers, target, DraftingHead(head, language_model))
     assert all(one.proposer == "mtp" for one in drafts)
     return [one.num_tokens for one in drafts]
 
@@ -169,7 +168,7 @@ def test_fixed_number_of_drafts_that_a_block_does_not_have_is_refused(model, tmp
     expected = r"mtp.max_draft_tokens is 4, but the longest block .* has 4 tokens, .* use at most 3"
     with pytest.raises(EngineFailed, match=expected):
         load(model, head_dir, mtp=MTPConfig(max_draft_tokens=4))
-    assert load(model, head_dir, mtp=MTPConfig(max_draft_tokens=3)).mtp_status == "ready"
+    assert load(model, head_dir, mtp=MTPConfig(max_draft_tokens=3)).proposers["mtp"].status == "ready"
 
 
 @pytest.mark.parametrize(
@@ -212,7 +211,7 @@ def test_drafter_that_asks_for_something_else_is_refused_with_the_value(changes,
 def test_drafter_that_names_the_published_module_is_loaded_without_it(model, tmp_path):
     head_dir = written(model, tmp_path, auto_map={"AutoModel": "dflash.DFlashDraftModel"})
     (head_dir / "dflash.py").write_text("raise SystemExit('code of a checkpoint has run')")
-    assert load(model, head_dir).mtp_status == "ready"
+    assert load(model, head_dir).proposers["mtp"].status == "ready"
 
 
 def test_warm_up_times_each_number_of_drafts_and_memory_counts_the_keys_and_values_of_the_drafter(model, tmp_path):
@@ -242,6 +241,6 @@ def test_drafter_is_refused_for_a_family_that_it_cannot_draft_for(tmp_path):
 
 def test_drafter_reads_the_layers_that_its_config_names(model, tmp_path):
     loaded = load(model, written(model, tmp_path))
-    head: Any = loaded.mtp_head
+    head: Any = loaded.proposers["mtp"].module
     assert head.width == len(LAYERS_READ) * 64 and head.block_size == BLOCK_SIZE
     assert all(type(layer) is KVCache for layer in head.make_cache())

@@ -258,7 +258,7 @@ def test_snapshots_keep_no_hidden_state_for_the_assistant_and_drafts_go_on_from_
 
 def test_clusters_have_the_logits_of_the_library_for_each_row_alone_also_from_a_quantized_embedding(model, tmp_path):
     """The library's module reads the table itself, and takes the lowest logit of all rows."""
-    head: Any = load(model, written(model, tmp_path)).mtp_head
+    head: Any = load(model, written(model, tmp_path)).proposers["mtp"].module
     states = mx.random.normal((3, 1, 32), key=mx.random.key(1)) * mx.array([[[1.0]], [[10.0]], [[0.1]]])
     embedding = head.model.embed_tokens
 
@@ -289,12 +289,12 @@ def test_assistant_beside_the_model_is_found_under_its_published_name(tmp_path):
     model = make(tmp_path / "gemma-4-E2B-it", FAMILIES["gemma4_text"])
     head_dir = write_assistant(model)
     loaded = loader.load(EngineConfig(model=str(model)), lambda progress: None)
-    assert loaded.mtp_status == "ready"
-    head: Any = loaded.mtp_head
+    assert loaded.proposers["mtp"].status == "ready"
+    head: Any = loaded.proposers["mtp"].module
     assert head.model_path == head_dir and head_dir.name == "gemma-4-E2B-it-assistant"
     head_dir.rename(tmp_path / "elsewhere")
     without = loader.load(EngineConfig(model=str(model)), lambda progress: None)
-    assert without.mtp_head is None and "no Gemma 4 assistant" in without.mtp_status
+    assert without.proposers["mtp"].module is None and "no Gemma 4 assistant" in without.proposers["mtp"].status
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ def published(model_dir: Path, head_dir: Path) -> Path:
 
 def head_weights(**config: Any) -> dict[str, mx.array]:
     loaded = loader.load(EngineConfig.model_validate(config), lambda progress: None)
-    assert loaded.mtp_head is not None, loaded.mtp_status
-    return dict(loader.weights_of(loaded.mtp_head))
+    assert loaded.proposers["mtp"].module is not None, loaded.proposers["mtp"].status
+    return dict(loader.weights_of(loaded.proposers["mtp"].module))
 
 
 def test_head_in_a_published_checkpoint_or_split_off_by_the_library_is_the_head_beside_the_model(tmp_path):
