@@ -27,8 +27,8 @@ from engine.core.runner import Drafts
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner, load_runner
 
-NUM_STEPS = int(os.environ.get("ORCHARD_SOAK_STEPS", "900"))
-NUM_STRETCHES = 6
+NUM_STEPS = int(os.environ.get("ORCHARD_SOAK_STEPS", "750"))
+NUM_STRETCHES = 5
 NUM_QUIET = 130  # steps in which nobody comes or goes: a lazy graph can only grow then
 MAX_ROWS = 5
 SAMPLING: tuple[dict[str, Any], ...] = (
