@@ -19,8 +19,8 @@ from engine.worker.model_runner import MLXRunner
 from tests.support.conversations import Answer, Shelf, cache_config, common, plain_request, plain_tokens
 from tests.support.driver import Driver
 
-NUM_TURNS = 20
 COMPARES_ALL = bool(os.environ.get("ORCHARD_SCHEDULES"))
+NUM_TURNS = 20 if COMPARES_ALL else 15
 SLACK = 24
 """Tokens that may be prefilled again: the least distance of boundaries, and how the template begins an answer."""
 WORDS = ["read", "file", "line", "error", "test", "build", "branch", "value", "point", "table", "index", "path", "name"]

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from deployments.dispatch.text_group import MAX_CHARACTERS, MAX_TEXTS, TextResul
 from deployments.model_replica import ModelReplica
 from deployments.planners.text import TextMTP
 from deployments.requests import ChatRequest, Route
+from engine import async_engine
 from engine.config import EngineConfig
 from engine.errors import (
     Cancelled,
@@ -28,6 +30,7 @@ from engine.errors import (
 )
 from engine.protocol import EngineRequest, FinishReason, GroupEnds, SamplingParams, TokenChunk
 from tests.deployments.fake_handle import FakeCall, FakeHandle, FakeStream, running, task_error
+from tests.support.cold_runner import load_cold
 
 
 def text(index: int, prompt: str = "", **fields: Any) -> ChatRequest:
@@ -335,9 +338,12 @@ def test_a_client_that_leaves_cancels_the_call():
 @pytest.fixture(scope="module")
 def local_graph() -> Iterator[tuple[Any, Any]]:
     config = EngineConfig(dtype="float32")
-    engine = serve.run(ModelReplica.bind(config), name="engine", _local_testing_mode=True)
-    yield engine, serve.run(TextMTP.bind(AppArgs(engine=config)), name="text", _local_testing_mode=True)
-    engine.options(method_name="__del__").remote().result()  # as Serve does; the local mode forgets it
+    cold = partial(async_engine.AsyncEngine, make_runner=lambda config, progress: load_cold(config))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_engine, "AsyncEngine", cold)
+        engine = serve.run(ModelReplica.bind(config), name="engine", _local_testing_mode=True)
+        yield engine, serve.run(TextMTP.bind(AppArgs(engine=config)), name="text", _local_testing_mode=True)
+        engine.options(method_name="__del__").remote().result()  # as Serve does; the local mode forgets it
 
 
 def test_a_real_engine_embeds_texts_in_a_group_as_each_alone_bit_for_bit(local_graph: tuple[Any, Any]):
