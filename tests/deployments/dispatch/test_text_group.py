@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from deployments.dispatch.text_group import MAX_CHARACTERS, MAX_TEXTS, TextResul
 from deployments.model_replica import ModelReplica
 from deployments.planners.text import TextMTP
 from deployments.requests import ChatRequest, Route
-from engine import async_engine
 from engine.config import EngineConfig
 from engine.errors import (
     Cancelled,
@@ -30,7 +28,7 @@ from engine.errors import (
 )
 from engine.protocol import EngineRequest, FinishReason, GroupEnds, SamplingParams, TokenChunk
 from tests.deployments.fake_handle import FakeCall, FakeHandle, FakeStream, running, task_error
-from tests.support.cold_runner import load_cold
+from tests.support.cold_runner import cold_engines
 
 
 def text(index: int, prompt: str = "", **fields: Any) -> ChatRequest:
@@ -338,9 +336,7 @@ def test_a_client_that_leaves_cancels_the_call():
 @pytest.fixture(scope="module")
 def local_graph() -> Iterator[tuple[Any, Any]]:
     config = EngineConfig(dtype="float32")
-    cold = partial(async_engine.AsyncEngine, make_runner=lambda config, progress: load_cold(config))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_engine, "AsyncEngine", cold)
+    with cold_engines():
         engine = serve.run(ModelReplica.bind(config), name="engine", _local_testing_mode=True)
         yield engine, serve.run(TextMTP.bind(AppArgs(engine=config)), name="text", _local_testing_mode=True)
         engine.options(method_name="__del__").remote().result()  # as Serve does; the local mode forgets it
