@@ -58,7 +58,7 @@ LIKE_OTHERS = {
 paligemma (test_paligemma.py has both language models); and those whose smallest image has hundreds of tokens of a wide
 tower, which take seconds: test_view_towers.py and test_phi3v_tower.py have their features and tokens."""
 WARM = {
-    *("gemma3", "pixtral", "llava_next", "molmo2", "lfm2_vl", "idefics3", "internvl", "glm4v", "dots_ocr"),
+    *("gemma3", "pixtral", "llava_next", "molmo2", "lfm2_vl", "idefics3", "internvl"),
     *("paddleocr_vl", "qwen2_5_vl", "qwen3_vl"),
 }
 """Families whose memory the gate measures: those with grids of each kind, and with windows."""
