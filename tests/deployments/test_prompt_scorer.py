@@ -25,6 +25,7 @@ from engine.processing.checkpoint import DEMO_MODEL
 from engine.protocol import FinishReason
 from engine.spec_prefill_config import SpecPrefillConfig
 from tests.e2e.pictures import about, image_part, shape
+from tests.support.cold_runner import cold_engines
 
 CONFIG = SpecPrefillConfig(enabled=True, threshold_tokens=512, max_running=1, max_queue=0)
 
@@ -173,8 +174,9 @@ def front() -> Iterator[Any]:
     engine, scorer = ModelReplica.bind(EngineConfig()), SpecPrefillScorer.bind(CONFIG, EngineConfig())
     args = AppArgs(spec_prefill=CONFIG)
     text, mllm = TextMTP.bind(args, engine, scorer), MLLM.bind(args, engine, scorer)
-    front = serve.run(Front.bind(engine, text, mllm, scorer), name="front", _local_testing_mode=True)
-    yield front
+    with cold_engines():
+        front = serve.run(Front.bind(engine, text, mllm, scorer), name="front", _local_testing_mode=True)
+        yield front
     front.end.remote().result(timeout_s=60)
 
 

@@ -54,6 +54,7 @@ def test_a_request_without_parameters_is_answered_and_finds_an_end(house: DemoGr
     house.run(test)
 
 
+@pytest.mark.night("properties/test_agent_conversation.py has hits and misses; weights change no hit")
 def test_a_conversation_computes_only_its_new_tokens_and_says_the_same(house: DemoGraph):
     async def test():
         question = "I am planning a garden behind my house. Name three fruits that I could grow in it, please."

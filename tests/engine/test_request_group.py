@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from engine.errors import ContextLengthExceeded, EngineFailed, InvalidRequest, OrchardError
 from engine.protocol import EngineRequest, FinishReason, GroupEnds, SamplingParams, TokenChunk
 from engine.request_group import generate_group
+from tests.support.cold_runner import load_cold
 from tests.support.fake_runner import until
 
 
@@ -192,7 +193,7 @@ def test_a_real_engine_gives_a_group_the_embeddings_of_its_texts_alone_bit_for_b
     """The demo model, a decoder with recurrent layers, in float32; texts of 1 to 16 tokens, which are not divided."""
 
     async def go() -> None:
-        engine = AsyncEngine(EngineConfig(dtype="float32"))
+        engine = AsyncEngine(EngineConfig(dtype="float32"), lambda config, progress: load_cold(config))
         try:
             await engine.wait_ready()
             requests = [

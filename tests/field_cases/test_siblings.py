@@ -147,7 +147,7 @@ def answers() -> dict[Any, httpx.Response]:
         with pytest.MonkeyPatch.context() as patch:
             graph = Graph(args(), patch)
             await graph.start()
-            free = asyncio.Semaphore(8)
+            free = asyncio.Semaphore(24)
             try:
                 async with httpx.AsyncClient(
                     transport=httpx.ASGITransport(graph.app), base_url=BASE_URL, timeout=120

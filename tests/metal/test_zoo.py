@@ -41,8 +41,12 @@ def tokens_on(device: str, directory: Path, names: tuple[str, ...]) -> dict[str,
 
 
 @pytest.mark.parametrize("names", SETS, ids=lambda names: names[0])
-def test_families_give_the_same_tokens_on_the_gpu_and_the_cpu_of_a_mac(names: tuple[str, ...], tmp_path: Path):
+def test_families_give_the_same_tokens_on_the_gpu_and_the_cpu_of_a_mac(
+    request: pytest.FixtureRequest, names: tuple[str, ...], tmp_path: Path
+):
+    """On the CPU, whose kernels are MLX's own, the gate has one family."""
     expected = tokens_on("plain", tmp_path, names)
     assert all(isinstance(tokens, dict) for tokens in expected.values()), expected
-    for device in ("gpu", "cpu"):
-        assert tokens_on(device, tmp_path, names) == expected, device
+    assert tokens_on("gpu", tmp_path, names) == expected
+    on_cpu = names if request.config.option.night else names[:1]
+    assert tokens_on("cpu", tmp_path, on_cpu) == {name: expected[name] for name in on_cpu}

@@ -36,6 +36,7 @@ from tests.support.dflash import write_dflash
 from tests.support.driver import encode_images
 from tests.support.families import FAMILIES
 from tests.support.gemma4_assistant import write_assistant
+from tests.support.night import some_at_night
 from tests.support.schedule_runs import NUM_SCHEDULES, check_many
 from tests.support.schedules import Ending, Execution, Schedule, Specimens
 from tests.support.tiny import write_side_files
@@ -267,7 +268,14 @@ def bench_of(
         bench.runner.close()
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    some_at_night(
+        KINDS,
+        ["alternating", "small", "foreign head", "compiled", "drafter", "assistant"],
+        "the gate has models with the same layers; a tied output layer is that of families of test_families.py",
+    ),
+)
 def test_a_request_gets_the_same_tokens_alone_and_in_any_batch(bench_of, name):
     bench: Bench = bench_of(name)
     check_many(bench, name, int((NUM_SCHEDULES or 40) * KINDS[name].share))

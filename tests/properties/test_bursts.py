@@ -1,6 +1,7 @@
 """Short prompts that come together, through a whole engine core: bursts change when tokens come and never which."""
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from engine.worker.model_runner import MLXRunner, load_runner
 from tests.properties.test_memory_budget import Books, requests
 from tests.support.driver import Driver, fix_prefill_costs
 from tests.support.faults import Failing, Faults, Faulty
+from tests.support.night import some_at_night
 from tests.support.own_process import run_in_own_process
 
 TINY: dict[str, Any] = {"layers": 4, "interval": 2, "agree": 0.3, "seed": 1}
@@ -92,9 +94,15 @@ def test_requests_aborted_between_bursts_leave_no_memory_behind(tiny):
     assert tiny.memory()["prefill_cache_bytes"] == tiny.memory()["decode_cache_bytes"] == 0
 
 
-@pytest.mark.parametrize("phase", ["before", "after"])
-@pytest.mark.parametrize("call", [1, 2])
-@pytest.mark.parametrize("seam", ["prefill_burst", "join"])
+@pytest.mark.parametrize(
+    ("seam", "call", "phase"),
+    some_at_night(
+        product(("prefill_burst", "join"), (1, 2), ("before", "after")),
+        [("prefill_burst", 1, "before"), ("prefill_burst", 2, "after"), ("join", 1, "after"), ("join", 2, "before")],
+        "the gate has both phases of both seams, each in one of two calls",
+        are_sets=True,
+    ),
+)
 def test_a_burst_that_fails_costs_no_request(tiny, seam, call, phase):
     """Whether it fails before the forward, at the join, or when all rows have joined already."""
     asked = many()

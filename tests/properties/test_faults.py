@@ -4,7 +4,7 @@ One decodes already, one waits behind it. Whatever happens, everybody is answere
 a failed step, and afterwards nothing is left: no row, no reservation, not one byte.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from tests.support.faulty_engine import (
     tokens,
     with_picture,
 )
+from tests.support.night import some_at_night
 
 PICTURE = with_picture()
 
@@ -95,9 +96,12 @@ ENDS_HERE = {
 }
 
 
-def moments(*tables: dict[str, Moment]) -> Any:
-    every = [(name, moment) for table in tables for name, moment in table.items()]
-    return pytest.mark.parametrize("moment", [moment for _, moment in every], ids=[name for name, _ in every])
+def moments(*tables: dict[str, Moment], gate: Sequence[str] | None = None) -> Any:
+    """gate: The moments that the gate has, None for all."""
+    every = {name: moment for table in tables for name, moment in table.items()}
+    chosen = list(every.values()) if gate is None else [every[name] for name in gate]
+    reason = "the gate aborts at all moments, and cancels at one of each kind"
+    return pytest.mark.parametrize("moment", some_at_night(every.values(), chosen, reason), ids=list(every))
 
 
 before_and_after = pytest.mark.parametrize("phase", ["before", "after"])
@@ -264,7 +268,7 @@ def test_an_aborted_request_is_removed_at_once_without_effect_on_other_requests(
     leaves_at(bench, moment, "abort", "before")
 
 
-@moments(ENDS_HERE)
+@moments(ENDS_HERE, gate=("picture", "join", "mask", "first tokens go out"))
 def test_a_cancelled_request_is_removed_at_once_without_effect_on_other_requests(bench: Bench, moment: Moment):
     leaves_at(bench, moment, "cancel", "after")
 

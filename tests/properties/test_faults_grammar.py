@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from engine.protocol import EngineRequest, FinishReason, GrammarSpec
 from tests.support.fake_runner import until
 from tests.support.faults import Failing, Faults, Hanging
 from tests.support.faulty_engine import DEADLINE_S, REGEX, RUNS, THREE_REGEX, TINY, WAITS, Bench, Reader
+from tests.support.night import some_at_night
 
 NUMBERS = count(1)
 
@@ -43,9 +44,18 @@ def new_grammar(seam: str = "compile") -> EngineRequest:
     return replace(REGEX, request_id=f"victim {number}", grammar=spec, stop_token_ids=stop)
 
 
-@pytest.mark.parametrize("request_", [REGEX, THREE_REGEX], ids=["alone", "of three"])
-@pytest.mark.parametrize("call", [1, 4], ids=["first token", "decoding"])
-@pytest.mark.parametrize("seam", ["masks", "advance"])
+ERRORS = [ValueError("too hard"), RuntimeError("a panic"), MemoryError()]
+
+
+@pytest.mark.parametrize(
+    ("seam", "call", "request_"),
+    some_at_night(
+        product(("masks", "advance"), (1, 4), (REGEX, THREE_REGEX)),
+        [("masks", 1, REGEX), ("masks", 4, THREE_REGEX), ("advance", 1, THREE_REGEX), ("advance", 4, REGEX)],
+        "the gate has each two of seam, call and number of choices",
+        are_sets=True,
+    ),
+)
 def test_a_row_whose_grammar_fails_ends_alone(bench: Bench, seam: str, call: int, request_: EngineRequest):
     failed = request_.num_choices - 1
 
@@ -83,8 +93,15 @@ async def others_are_served(bench: Bench, num_more: int = 0) -> AsyncIterator[No
     await bench.check(REGEX, 2 + num_more)
 
 
-@pytest.mark.parametrize("error", [ValueError("too hard"), RuntimeError("a panic"), MemoryError()])
-@pytest.mark.parametrize("seam", ["compile", "tokenizer"])
+@pytest.mark.parametrize(
+    ("seam", "error"),
+    some_at_night(
+        product(("compile", "tokenizer"), ERRORS),
+        [("compile", ERRORS[0]), ("compile", ERRORS[2]), ("tokenizer", ERRORS[1])],
+        "the gate has each error at one of two seams",
+        are_sets=True,
+    ),
+)
 def test_a_failed_grammar_compile_ends_only_its_own_request(bench: Bench, faults: Faults, seam: str, error: Exception):
     request = new_grammar(seam)
 

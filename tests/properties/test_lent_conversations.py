@@ -19,7 +19,7 @@ from engine.worker.model_runner import MLXRunner, load_runner
 from tests.support.conversations import plain_tokens
 from tests.support.driver import Driver
 
-NUM_SEEDS = 6 + int(os.environ.get("ORCHARD_SCHEDULES", "0"))
+NUM_SEEDS = 4 + int(os.environ.get("ORCHARD_SCHEDULES", "0"))
 MODELS = (
     {"layers": 4, "interval": 2, "agree": 0.1, "seed": 1},
     {"layers": 4, "interval": 2, "mtp": False},

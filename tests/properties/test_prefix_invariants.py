@@ -104,7 +104,7 @@ LIKE_OTHERS = "the gate has a model with these layers and one with this head"
     "name",
     some_at_night(
         [*KINDS, "llama", "text", "demo"],
-        ["deep", "recurrent last", "foreign head", "no head", "compiled", "llama"],
+        ["recurrent last", "foreign head", "no head", "compiled", "llama"],
         LIKE_OTHERS,
     ),
 )

@@ -25,10 +25,11 @@ from engine.config import EngineConfig
 from engine.core.row import Row
 from engine.core.runner import Drafts
 from engine.protocol import EngineRequest, SamplingParams
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
+from tests.support.cold_runner import load_cold
 
-NUM_STEPS = int(os.environ.get("ORCHARD_SOAK_STEPS", "900"))
-NUM_STRETCHES = 6
+NUM_STEPS = int(os.environ.get("ORCHARD_SOAK_STEPS", "750"))
+NUM_STRETCHES = 5
 NUM_QUIET = 130  # steps in which nobody comes or goes: a lazy graph can only grow then
 MAX_ROWS = 5
 SAMPLING: tuple[dict[str, Any], ...] = (
@@ -157,7 +158,7 @@ def test_memory_and_object_counts_do_not_grow_over_many_steps(
     mx.random.seed(0)
     gc.freeze()  # objects of other tests are neither visited nor counted
     request.addfinalizer(gc.unfreeze)
-    runner = load_runner(EngineConfig(model=str(path)), lambda progress: None)
+    runner = load_cold(EngineConfig(model=str(path)))
     soak = Soak(runner)
     figures = []
     for _ in range(NUM_STRETCHES):

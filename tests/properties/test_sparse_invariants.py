@@ -47,6 +47,8 @@ from tests.support.tasks import RETRIEVAL, prompts
 
 NUM_SPECIMENS = 40
 SMALLER = "the tiny models have the layers of the demo model"
+LIKE_OTHERS = "the gate has a model with these layers, one with a head and one without"
+GATE = ["recurrent last", "foreign head", "no head"]
 
 GREEDY = SamplingParams(26, 0.0, logprobs=3)
 SAMPLED = SamplingParams(26, 1.0, seed=7, logprobs=3)
@@ -157,7 +159,7 @@ def with_pictures(bench: SparseBench, name: str, sampling: SamplingParams = GREE
     return EngineRequest("r", np.concatenate(ids), sampling, (), images)
 
 
-@pytest.mark.parametrize("name", some_at_night([*KINDS, "demo"], KINDS, SMALLER))
+@pytest.mark.parametrize("name", some_at_night([*KINDS, "demo"], GATE, LIKE_OTHERS))
 def test_a_plan_that_keeps_all_tokens_gives_exactly_the_dense_answer(models, name):
     """Logprobs and accepted drafts as well, without any rounding; greedy and sampled, with pictures and without."""
     runner, bench = models.runner(name), models.bench(name)
@@ -172,7 +174,7 @@ def test_a_plan_that_keeps_all_tokens_gives_exactly_the_dense_answer(models, nam
             assert answer(runner, plan, config) == dense
 
 
-@pytest.mark.parametrize("name", some_at_night([*KINDS, "demo"], KINDS, SMALLER))
+@pytest.mark.parametrize("name", some_at_night([*KINDS, "demo"], GATE, LIKE_OTHERS))
 def test_a_sparse_prompt_gets_the_models_own_answer_to_the_kept_tokens_at_their_positions(models, name):
     """Greedy, sampled and penalised (for all of the prompt), with pictures as well; drafts change nothing."""
     runner, bench, rng = models.runner(name), models.bench(name), random.Random(zlib.crc32(name.encode()))
@@ -243,7 +245,14 @@ def test_the_head_reads_each_kept_token_with_its_successor_in_the_prompt(models,
         assert np.allclose(miss, hit, atol=1e-4), "hidden states behind a hit are those behind a miss"
 
 
-@pytest.mark.parametrize("name", [*KINDS, "demo"] if NUM_SCHEDULES else ["deep", "foreign head", "no head"])
+@pytest.mark.parametrize(
+    "name",
+    some_at_night(
+        [*KINDS, "demo"] if NUM_SCHEDULES else ["deep", "foreign head", "no head"],
+        {"foreign head", "no head"},
+        LIKE_OTHERS,
+    ),
+)
 def test_sparse_and_dense_rows_get_the_same_tokens_alone_and_in_any_batch(models, name):
     bench: SparseBench = models.bench(name)
     check_many(bench, name, max(2, int((NUM_SCHEDULES or 35) * (0.2 if name != "demo" else 0.06))), 5)
@@ -252,7 +261,12 @@ def test_sparse_and_dense_rows_get_the_same_tokens_alone_and_in_any_batch(models
     assert name == "demo" or bench.figures["accepted"] or not any(one.proposer == "mtp" for one in bench.runner.drafts)
 
 
-@pytest.mark.parametrize("name", [*KINDS, "demo"] if NUM_SCHEDULES else ["alternating", "recurrent last"])
+@pytest.mark.parametrize(
+    "name",
+    some_at_night(
+        [*KINDS, "demo"] if NUM_SCHEDULES else ["alternating", "recurrent last"], {"recurrent last"}, LIKE_OTHERS
+    ),
+)
 def test_a_plan_behind_any_cached_prefix_gives_the_same_answer_as_without_cache(models, name):
     """Dense prompts cross it in the same prefixes: nothing that a plan leaves behind changes them."""
     bench: SharedBench = models.shared(name)

@@ -1,7 +1,13 @@
 """Loads runners without timing and measuring, for tests of many models that need neither."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from unittest import mock
+
 import numpy as np
 
+from engine import async_engine
 from engine.config import EngineConfig
 from engine.core.row import Row
 from engine.protocol import EngineRequest, SamplingParams
@@ -24,3 +30,11 @@ def load_cold(config: EngineConfig) -> MLXRunner:
     runner._prefill.learn_slots(runner._a_snapshot)
     runner.drop([row.id])
     return runner
+
+
+@contextmanager
+def cold_engines() -> Iterator[None]:
+    """Let replicas that start meanwhile load their models with `load_cold`."""
+    cold = partial(async_engine.AsyncEngine, make_runner=lambda config, progress: load_cold(config))
+    with mock.patch.object(async_engine, "AsyncEngine", cold):
+        yield

@@ -42,6 +42,7 @@ from engine.protocol import (
 )
 from tests.deployments.fake_handle import FakeCall, FakeHandle, FakeStream, running, task_error
 from tests.support.clock import Clock
+from tests.support.cold_runner import cold_engines
 
 REQUEST = ChatRequest("r", ({"role": "user", "content": "What is 12 + 30?"},), temperature=0)
 PLAN = Plan(EngineRequest("r", np.zeros(3, np.int32), SamplingParams(8), (2,)), "node-0")
@@ -805,8 +806,9 @@ def test_plan_for_another_checkpoint_is_refused_before_the_dispatch():
 
 @pytest.fixture(scope="module")
 def local_graph() -> Iterator[tuple[Any, Any]]:
-    engine = serve.run(ModelReplica.bind(EngineConfig()), name="engine", _local_testing_mode=True)
-    yield engine, serve.run(TextMTP.bind(AppArgs()), name="text", _local_testing_mode=True)
+    with cold_engines():
+        engine = serve.run(ModelReplica.bind(EngineConfig()), name="engine", _local_testing_mode=True)
+        yield engine, serve.run(TextMTP.bind(AppArgs()), name="text", _local_testing_mode=True)
     engine.options(method_name="__del__").remote().result()  # as Serve does; the local mode forgets it
 
 

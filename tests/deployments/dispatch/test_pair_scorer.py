@@ -25,6 +25,7 @@ from engine.errors import EngineFailed, InvalidRequest
 from engine.processing.pooling import EmbeddingModel
 from engine.processing.reranker import Reranker
 from engine.processing.tokenizer import ChatTokenizer
+from tests.support.cold_runner import cold_engines
 from tests.support.embedding_models import PROMPTS, describe_embeddings
 from tests.support.pooled_plans import planned
 from tests.support.rerankers import INSTRUCTION, TEMPLATE, library_log_odds, prompt_of, tiny_reranker
@@ -44,14 +45,15 @@ class Here(Ingress.func_or_class):  # type: ignore[misc, name-defined]
 async def serving(path: Path, name: str) -> AsyncIterator[httpx.AsyncClient]:
     """Yield a client of a server of the checkpoint."""
     config = EngineConfig(model=str(path), device="cpu", dtype="float32", mtp="off")
-    engine = serve.run(ModelReplica.bind(config), name=f"{name}-engine", _local_testing_mode=True)
-    text = serve.run(TextMTP.bind(AppArgs(engine=config)), name=f"{name}-text", _local_testing_mode=True)
-    here: Any = Here.__new__(Here)
-    await here.__init__(AppArgs(engine=config), {}, engine, text, text)
-    here._graph._ready_until = float("inf")
-    transport = httpx.ASGITransport(here.__serve_build_asgi_app__())
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-        yield client
+    with cold_engines():
+        engine = serve.run(ModelReplica.bind(config), name=f"{name}-engine", _local_testing_mode=True)
+        text = serve.run(TextMTP.bind(AppArgs(engine=config)), name=f"{name}-text", _local_testing_mode=True)
+        here: Any = Here.__new__(Here)
+        await here.__init__(AppArgs(engine=config), {}, engine, text, text)
+        here._graph._ready_until = float("inf")
+        transport = httpx.ASGITransport(here.__serve_build_asgi_app__())
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            yield client
     await asyncio.to_thread(engine.options(method_name="__del__").remote().result)  # Serve does; local mode forgets it
 
 

@@ -28,6 +28,7 @@ from engine.errors import (
 )
 from engine.protocol import EngineRequest, FinishReason, GroupEnds, SamplingParams, TokenChunk
 from tests.deployments.fake_handle import FakeCall, FakeHandle, FakeStream, running, task_error
+from tests.support.cold_runner import cold_engines
 
 
 def text(index: int, prompt: str = "", **fields: Any) -> ChatRequest:
@@ -335,9 +336,10 @@ def test_a_client_that_leaves_cancels_the_call():
 @pytest.fixture(scope="module")
 def local_graph() -> Iterator[tuple[Any, Any]]:
     config = EngineConfig(dtype="float32")
-    engine = serve.run(ModelReplica.bind(config), name="engine", _local_testing_mode=True)
-    yield engine, serve.run(TextMTP.bind(AppArgs(engine=config)), name="text", _local_testing_mode=True)
-    engine.options(method_name="__del__").remote().result()  # as Serve does; the local mode forgets it
+    with cold_engines():
+        engine = serve.run(ModelReplica.bind(config), name="engine", _local_testing_mode=True)
+        yield engine, serve.run(TextMTP.bind(AppArgs(engine=config)), name="text", _local_testing_mode=True)
+        engine.options(method_name="__del__").remote().result()  # as Serve does; the local mode forgets it
 
 
 def test_a_real_engine_embeds_texts_in_a_group_as_each_alone_bit_for_bit(local_graph: tuple[Any, Any]):

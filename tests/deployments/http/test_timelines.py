@@ -190,7 +190,7 @@ def test_a_failed_step(house: DemoGraph):
 def test_a_request_behind_others_names_what_it_waited_for(narrow: DemoGraph):
     async def test():
         narrow.note()
-        ahead = asyncio.ensure_future(narrow.ask("ahead", "Tell me everything", max_tokens=500, ignore_eos=True))
+        ahead = asyncio.ensure_future(narrow.ask("ahead", "Tell me everything", max_tokens=200, ignore_eos=True))
         await narrow.is_decoding()
         _, seconds = await narrow.ask("behind", "Hi", max_tokens=1)
         told = await narrow.timeline("behind")

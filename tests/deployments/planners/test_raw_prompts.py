@@ -23,6 +23,7 @@ from deployments.planners.text import TextMTP
 from deployments.requests import ChatRequest, Tool
 from engine.config import EmbeddingConfig, EngineConfig, PrefixCacheConfig
 from engine.errors import ContextLengthExceeded, InvalidRequest
+from tests.support.cold_runner import cold_engines
 from tests.support.pooled_plans import planned
 from tests.support.vision_families import SIGHTED
 from tests.support.vision_zoo import write_files
@@ -138,9 +139,10 @@ class Here(Ingress.func_or_class):  # type: ignore[misc, name-defined]
 @pytest.fixture(scope="module")
 def graph() -> Iterator[tuple[Any, Any, Any]]:
     config = EngineConfig(max_running=4, prefix_cache=PrefixCacheConfig(min_tokens=4))
-    engine = serve.run(ModelReplica.bind(config), name="raw-engine", _local_testing_mode=True)
-    text = serve.run(TextMTP.bind(AppArgs(engine=config)), name="raw-text", _local_testing_mode=True)
-    yield engine, text, text
+    with cold_engines():
+        engine = serve.run(ModelReplica.bind(config), name="raw-engine", _local_testing_mode=True)
+        text = serve.run(TextMTP.bind(AppArgs(engine=config)), name="raw-text", _local_testing_mode=True)
+        yield engine, text, text
     engine.options(method_name="__del__").remote().result()  # as Serve does; the local mode forgets it
 
 

@@ -12,6 +12,7 @@ import pytest
 from deployments.commands import program
 from deployments.serve_run.config_file import default_config, read_config
 from tests.e2e.server import SHIPPED_CONFIG, free_port
+from tests.support.night import some_at_night
 
 ORCHARD = Path(sys.executable).parent / "orchard"
 Here = Callable[..., tuple[int, str]]
@@ -155,7 +156,10 @@ def test_check_reports_what_a_model_can_do_here(tmp_path: Path):
     assert "qwen3_5: can be served" in done.stdout and "longest context" in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [["check"], ["self-test", "--quick", "--model"]])
+@pytest.mark.parametrize(
+    "arguments",
+    some_at_night([["check"], ["self-test", "--quick", "--model"]], [["check"]], "both find a model by one function"),
+)
 def test_commands_on_a_missing_model_say_why(tmp_path: Path, arguments: list[str]):
     done = orchard(tmp_path, *arguments, str(tmp_path / "nowhere"))
     assert done.returncode == 1 and "there is no directory" in done.stderr

@@ -11,6 +11,7 @@ from engine.core.row import Row, RowState
 from tests.benchmarks.agents_sim import OPEN_TOKENS, short, with_room
 from tests.benchmarks.sim_runner import MAC_27B, Simulation
 from tests.engine.core.rows import EvictableBytes, spec
+from tests.support.night import some_at_night
 
 RESERVE_TOKENS = 4096
 THINKER_TOKENS = 20_000
@@ -28,7 +29,9 @@ def thinkers_and_a_long_prompt(long_at_s: float) -> Simulation:
     return sim
 
 
-@pytest.mark.parametrize("long_at_s", [279.0, 282.0, 285.0, 288.0])
+@pytest.mark.parametrize(
+    "long_at_s", some_at_night([279.0, 282.0, 285.0, 288.0], [282.0], "one prompt that would be preempted is enough")
+)
 def test_a_prompt_is_not_admitted_when_growing_rows_would_soon_preempt_it(long_at_s: float):
     """Otherwise it would be preempted, and expire in the queue."""
     sim = thinkers_and_a_long_prompt(long_at_s)

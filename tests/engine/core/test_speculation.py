@@ -96,7 +96,7 @@ def test_bursts_are_fast_from_their_first_second_on(profile):
 
 
 @pytest.mark.parametrize("seeded", [True, False], ids=["warm", "cold"])
-@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("noise", some_at_night([0.0, 0.1], [0.1], "noise makes it harder"))
 @pytest.mark.parametrize("world", WORLDS)
 def test_auto_is_nearly_as_fast_as_the_best_k_and_never_slower_than_plain_decoding(world, noise, seeded):
     seconds, acceptance = WORLDS[world]
@@ -108,7 +108,9 @@ def test_auto_is_nearly_as_fast_as_the_best_k_and_never_slower_than_plain_decodi
         assert simulation.controller.num_switches <= len(simulation.drafts) / 50
 
 
-@pytest.mark.parametrize("draft_cost", [0.5, 1.5, 4.0])
+@pytest.mark.parametrize(
+    "draft_cost", some_at_night([0.5, 1.5, 4.0], [4.0], "a trial of the dearest drafts costs the most")
+)
 def test_trials_cost_less_than_three_percent_when_plain_is_best(draft_cost):
     simulation = Simulation(lambda rows, k: STEP_S * (1 + draft_cost * k), (0.3, 0.2, 0.1), noise=0.05)
     simulation.run(2000)
@@ -286,7 +288,7 @@ def compute_bound(num_rows: int, num_drafts: int) -> float:
     return STEP_S * (1 + 0.3 * num_rows + 0.5 * num_drafts * num_rows)
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 8])
+@pytest.mark.parametrize("num_rows", some_at_night([1, 4, 8], [1, 8], "the gate has the fewest and the most rows"))
 @pytest.mark.parametrize("copied", [0, 5, 30, 300])
 def test_prompt_lookup_costs_at_most_three_percent_where_it_does_not_pay(num_rows, copied):
     """Verification is as dear as decoding, and half of the drafts are wrong."""

@@ -125,7 +125,7 @@ def next_turns(name: str, messages: list[Message], data: st.DataObject) -> list[
 
 
 @models
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_the_turn_boundary_ends_a_prefix_of_the_next_turns_prompt(
     tokenizers: dict[str, ChatTokenizer], name: str, data: st.DataObject
@@ -142,7 +142,7 @@ def test_the_turn_boundary_ends_a_prefix_of_the_next_turns_prompt(
 
 
 @models
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_the_system_boundary_does_not_depend_on_the_user_messages(
     tokenizers: dict[str, ChatTokenizer], name: str, data: st.DataObject
@@ -156,7 +156,7 @@ def test_the_system_boundary_does_not_depend_on_the_user_messages(
 
 
 @models
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_boundaries_rise_within_the_prompt_and_token_ids_equal_those_of_encode_chat(
     tokenizers: dict[str, ChatTokenizer], name: str, data: st.DataObject

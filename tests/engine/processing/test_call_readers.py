@@ -65,7 +65,7 @@ values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(s
 cut_lists = st.lists(st.integers(0, 2000), max_size=12)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(
     members=st.dictionaries(st.text(), values, max_size=5),
     is_ascii=st.booleans(),

@@ -355,10 +355,7 @@ def forced(tokenizer: ChatTokenizer, out: Path, grammar: GrammarSpec) -> tuple[i
 
 @pytest.mark.parametrize("value", MARKUP)
 @pytest.mark.parametrize("name", ["demo", *WITH_GRAMMAR])
-@pytest.mark.parametrize("enforces", [False, True])
-def test_a_forced_value_that_spells_markup_is_made_of_ordinary_tokens(
-    tokenizers: Any, name: str, value: str, enforces: bool
-):
+def test_a_forced_value_that_spells_markup_is_made_of_ordinary_tokens(tokenizers: Any, name: str, value: str):
     tokenizer, out = (ChatTokenizer(DEMO_MODEL), DEMO_MODEL) if name == "demo" else tokenizers[name]
     inner = {"type": "object", "properties": {"k": {"const": value}}, "required": ["k"], "additionalProperties": False}
     parameters = {"type": "object", "properties": {"s": {"enum": [value]}, "o": inner}, "required": ["s", "o"]}
@@ -371,12 +368,12 @@ def test_a_forced_value_that_spells_markup_is_made_of_ordinary_tokens(
     token_ids = forced(tokenizer, out, grammar)
     reasoning = tokenizer.reasoning
     thought = reasoning.closing_ids if reasoning is not None and reasoning.always else ()
-    parser = tokenizer.answer_parser(AnswerRules(tools=tuple(tools), is_constrained=True, enforces_calls=enforces))
-    deltas = [*(parser.push([token_id]) for token_id in (*thought, *token_ids)), parser.finish()]
-
-    [call] = joined(call for delta in deltas for call in delta.tool_calls)
-    assert json.loads(call.arguments) == {"s": value, "o": {"k": value}}
-    assert not "".join(delta.content for delta in deltas).strip()
+    for enforces in (False, True):
+        parser = tokenizer.answer_parser(AnswerRules(tools=tuple(tools), is_constrained=True, enforces_calls=enforces))
+        deltas = [*(parser.push([token_id]) for token_id in (*thought, *token_ids)), parser.finish()]
+        [call] = joined(call for delta in deltas for call in delta.tool_calls)
+        assert json.loads(call.arguments) == {"s": value, "o": {"k": value}}
+        assert not "".join(delta.content for delta in deltas).strip()
     shape = None if tokenizer.tool_format is None else tokenizer.tool_format.shape
     markup = "<tool_call></tool_call>" if shape is None else shape.begin + shape.middle + shape.end
     for text, token_id in tokenizer.control_ids.items():

@@ -23,6 +23,7 @@ from engine.processing.tokenizer import ChatTokenizer
 from engine.processing.vision_families import vision_family
 from engine.protocol import ImagePatches
 from tests.support.image_files import data_url, encoded
+from tests.support.night import some_at_night
 from tests.support.sighted_family import IDS, PATCH, SightedFamily
 from tests.support.vision_families import SIGHTED
 from tests.support.vision_zoo import image, write_files
@@ -69,6 +70,21 @@ def test_normalised_patches_are_those_of_the_library(family: SightedFamily, mode
         assert np.abs(ours - expected).max() < 1e-5, size
 
 
+OF_EACH_GRID = {
+    *("gemma3", "gemma3 with pan-and-scan", "gemma4", "pixtral", "llava_next", "molmo", "molmo2", "kimi_vl", "lfm2_vl"),
+    *("phi3_v", "phi4-siglip", "idefics3", "internvl", "qwen2_5_vl", "deepseekocr", "deepseek_vl_v2", "paddleocr_vl"),
+}
+"""A family of each class of grids: a process that decodes gets the grid, and knows nothing else of a family."""
+
+
+def test_the_gate_has_each_grid(tmp_path: Path):
+    kinds = {name: type(ImagePreprocessor(write_files(tmp_path / name, SIGHTED[name])).grid) for name in SIGHTED}
+    assert {kinds[name] for name in OF_EACH_GRID} == set(kinds.values())
+
+
+@pytest.mark.parametrize(
+    "name", some_at_night(SIGHTED, OF_EACH_GRID, "the gate has each class of grids"), indirect=True, scope="module"
+)
 def test_images_from_the_workers_are_those_of_the_preprocessor_and_within_their_limits(model_dir: Path):
     preprocessor = ImagePreprocessor(model_dir)
     pictures = [image(*size, seed=size[0]) for size in SIZES]

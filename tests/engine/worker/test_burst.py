@@ -3,6 +3,7 @@
 import asyncio
 import zlib
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import engine.worker  # noqa: F401  # before MLX
@@ -110,10 +111,17 @@ def assert_same_state(one: PromptState, other: PromptState) -> None:
         np.testing.assert_allclose(mine, its, atol=STATE_TOLERANCE, rtol=STATE_TOLERANCE)
 
 
-@pytest.mark.parametrize("num_drafts", some_at_night([0, 1, 3], [0, 3], "the gate has none and the most"))
 @pytest.mark.parametrize(
-    "model",
-    some_at_night([*MODELS, "demo", "text"], [*MODELS, "text"], "the tiny models have the layers of the demo model"),
+    ("model", "num_drafts"),
+    some_at_night(
+        product([*MODELS, "demo", "text"], [0, 1, 3]),
+        [
+            *(("deep", 3), ("alternating", 3), ("foreign head", 0), ("foreign head", 3)),
+            *(("no head", 0), ("compiled", 3), ("text", 0)),
+        ],
+        "the gate has each tiny model, with the most drafts or without; they have the layers of the demo model",
+        are_sets=True,
+    ),
 )
 def test_prompts_in_a_burst_get_the_tokens_that_each_gets_alone(runner_of, model, num_drafts):
     runner = runner_of(model)

@@ -23,6 +23,7 @@ from engine.worker.model_runner import MLXRunner
 from engine.worker.prompt_lookup import TokenHistory
 from tests.support.cold_runner import load_cold
 from tests.support.demo_model import DRAFT
+from tests.support.night import some_at_night
 
 VOCAB = 512
 
@@ -58,7 +59,10 @@ def tiny(tiny_model: Callable[..., Path]) -> MLXRunner:
     return load_cold(EngineConfig(model=str(tiny_model(agree=0.3, layers=4, interval=2))))
 
 
-@pytest.mark.parametrize("rectangles", [(0, 1, 0, 0), (0, 1, 2, 3), (5, 5, 5, 5)])
+@pytest.mark.parametrize(
+    "rectangles",
+    some_at_night([(0, 1, 0, 0), (0, 1, 2, 3), (5, 5, 5, 5)], [(0, 1, 0, 0)], "the gate has groups of one and three"),
+)
 def test_rows_decode_in_their_decode_groups_with_the_same_tokens_as_alone(tiny: MLXRunner, rectangles: Sequence[int]):
     rows = [row("short", 20), row("long", 400), row("medium", 60), row("other", 30)]
     alone = [tokens(tiny, [r], lambda step: 0, 20)[0] for r in rows]
@@ -94,7 +98,7 @@ def test_cache_memory_follows_the_longest_row_and_is_freed_when_rows_end(tiny: M
     assert tiny.memory()["decode_cache_bytes"] == 0
 
 
-@pytest.mark.parametrize("exact", ["auto", "on", "off"])
+@pytest.mark.parametrize("exact", some_at_night(["auto", "on", "off"], ["on"], "other tests verify without it"))
 def test_the_exact_verifier_of_the_library_gives_the_same_tokens(
     tiny: MLXRunner, monkeypatch: pytest.MonkeyPatch, exact: MTPExact
 ):

@@ -17,6 +17,7 @@ from engine.core.runner import PLAIN, Drafts
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner
 from tests.support.cold_runner import load_cold
+from tests.support.night import some_at_night
 
 VOCAB = 512
 MODELS: dict[str, dict[str, Any]] = {
@@ -32,6 +33,12 @@ DRAFTS: dict[str, Callable[[int], Drafts]] = {
     "prompt lookup": lambda step: Drafts(4, "prompt_lookup", is_forced=step % 2 == 0),
     "mixed proposers": lambda step: (LOOKUP, Drafts(2), PLAIN, LOOKUP, LOOKUP, Drafts(1), PLAIN)[step % 7],
 }
+GATE = [
+    *(("alternating", drafts) for drafts in ("no drafts", "prompt lookup", "mixed proposers")),
+    *(("foreign head", drafts) for drafts in ("3 drafts", "mixed drafts")),
+    ("no head", "no drafts"),
+]
+"""Pairs of model and drafts in the gate: each of both."""
 ROWS = {"long": (330, 0), "short": (20, 1), "middle": (60, 1), "late": (30, 2)}
 """Name -> tokens of the prompt, decode group."""
 
@@ -113,7 +120,12 @@ def expected_of(runner_of: Callable[[str], MLXRunner]) -> Callable[[str], dict[s
 
 @pytest.mark.parametrize(
     ("name", "drafts"),
-    [*product(("alternating", "foreign head"), DRAFTS), *product(["no head"], ("no drafts", "3 drafts"))],
+    some_at_night(
+        [*product(("alternating", "foreign head"), DRAFTS), *product(["no head"], ("no drafts", "3 drafts"))],
+        GATE,
+        "the gate has each kind of drafts and each model, but not each pair of them",
+        are_sets=True,
+    ),
 )
 def test_rows_of_several_groups_get_the_tokens_that_they_get_alone(runner_of, expected_of, name: str, drafts: str):
     runner, expected = runner_of(name), expected_of(name)

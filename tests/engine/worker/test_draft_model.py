@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,12 @@ from tests.support.driver import Driver, fix_prefill_costs
 from tests.support.families import FAMILIES
 from tests.support.families.family import VOCAB_SIZE
 from tests.support.molmo2_family import MOLMO2
+from tests.support.night import some_at_night
 from tests.support.zoo import make, new_module
 
 NO_CACHE = {"prefix_cache": {"enabled": False}}
+GREEDY: dict[str, Any] = {}
+SAMPLED: dict[str, Any] = {"temperature": 0.8, "presence_penalty": 0.5}
 OFF = {"mtp": "off", "prompt_lookup": "off", **NO_CACHE}
 
 
@@ -85,8 +89,15 @@ def runner_of(paths: dict[str, Path]) -> Callable[[str], MLXRunner]:
     return of
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "presence_penalty": 0.5}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("draft", ["target", "other"])
+@pytest.mark.parametrize(
+    ("draft", "sampling"),
+    some_at_night(
+        product(("target", "other"), (GREEDY, SAMPLED)),
+        [("target", SAMPLED), ("other", GREEDY)],
+        "the gate has both drafts and both samplings",
+        are_sets=True,
+    ),
+)
 def test_answers_with_a_draft_model_are_those_without(runner_of, draft, sampling):
     runner, batch = runner_of(draft), requests(**sampling)
     driver = Driver(runner, EngineConfig.model_validate(with_draft(draft, **NO_CACHE)))
@@ -156,7 +167,7 @@ def test_draft_model_of_a_hybrid_with_a_head_of_its_own_changes_no_token():
     assert driver.core.figures.speculation["draft_model"]["num_accepted"] > 0
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "presence_penalty": 0.5}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", some_at_night([GREEDY, SAMPLED], [SAMPLED], "sampled tokens are harder to keep"))
 def test_draft_model_changes_no_token_of_a_target_of_mamba2_layers(paths, sampling, tmp_path):
     target = plain_checkpoint(tmp_path / "target", "mamba2")
     config = EngineConfig.model_validate(with_draft(str(paths["target"]), model=str(target), **NO_CACHE))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -112,8 +113,15 @@ def test_tokens_after_a_fetched_prefix_equal_those_after_a_computed_one(runner, 
     indirect=True,
     scope="module",
 )
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.95])
-@pytest.mark.parametrize("damage", [cut_at, flip_at])
+@pytest.mark.parametrize(
+    ("damage", "share"),
+    some_at_night(
+        product((cut_at, flip_at), (0.1, 0.5, 0.95)),
+        [(cut_at, 0.5), (flip_at, 0.1), (flip_at, 0.95)],
+        "the gate cuts a transfer once, and damages it near both ends",
+        are_sets=True,
+    ),
+)
 def test_tokens_after_a_damaged_or_incomplete_transfer_equal_those_after_a_computed_prefix(runner, node, damage, share):
     there, here = node(), node()
     spec, holder = serve_first(there)

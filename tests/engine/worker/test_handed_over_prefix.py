@@ -97,7 +97,7 @@ def cut_all_after(num_bytes: int) -> Damage:
     return damage
 
 
-@pytest.mark.parametrize("family", THREE)
+@pytest.mark.parametrize("family", others_at_night)
 def test_tokens_after_a_hand_over_equal_those_of_an_undisturbed_conversation(family: str, tmp_path):
     async def main() -> None:
         async with engines(family, tmp_path) as (there, here):

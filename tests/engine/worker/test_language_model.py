@@ -14,7 +14,9 @@ from engine.processing.checkpoint import num_embeddings
 from engine.worker import patches
 from engine.worker.language_model import LanguageModel
 from tests.support.families import FAMILIES
+from tests.support.family_calls import in_gate, recorded
 from tests.support.molmo2_family import MOLMO2
+from tests.support.night import some_at_night
 from tests.support.zoo import empty_cache, new_module, prompt
 
 NUM_TOKENS = 11
@@ -22,7 +24,17 @@ NO_SELECTION = {"molmo", "nemotron_h_nano_omni", "talkie"}
 """Families whose layers and output layer are one function, or whose forward is that of their base class."""
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.quantization is None])
+WITH_FLOATS = [name for name, family in FAMILIES.items() if family.quantization is None]
+
+
+@pytest.mark.parametrize(
+    "name",
+    some_at_night(
+        WITH_FLOATS,
+        in_gate(WITH_FLOATS, recorded()) | NO_SELECTION,
+        "families of the gate call the same functions of ours; the tests of batches select logits, too",
+    ),
+)
 def test_selected_logits_are_those_of_the_whole_forward(name):
     patches.install(decodes=True)
     language_model = LanguageModel(new_module(FAMILIES[name].config).language_model)

@@ -16,10 +16,10 @@ from engine.errors import EngineFailed
 from engine.processing.images import ImagePreprocessor
 from engine.processing.tokenizer import ChatTokenizer
 from engine.worker import devices, loader
-from engine.worker.model_runner import load_runner
 from engine.worker.patches import recurrent_gemma_norm
 from engine.worker.vision import VisionEncoder
 from engine.worker.vision_towers import make_tower
+from tests.support.cold_runner import load_cold
 from tests.support.families import FAMILIES
 from tests.support.families.family import SIZES
 from tests.support.tiny import Tiny, build
@@ -106,7 +106,7 @@ def test_a_gpu_that_is_not_there_is_refused():
 
 def test_a_quantized_checkpoint_answers_questions_on_text_and_images(tmp_path, drive, make_request, picture, tokenizer):
     convert(str(DEMO), str(tmp_path / "q8"), quantize=True, q_bits=8, q_group_size=64)
-    runner = load_runner(EngineConfig(model=str(tmp_path / "q8")), lambda progress: None)
+    runner = load_cold(EngineConfig(model=str(tmp_path / "q8")))
     requests = [
         make_request("sum", "What is 12 + 30?"),
         make_request("red", "What is in the image?", (picture("red"),)),

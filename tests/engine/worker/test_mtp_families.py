@@ -135,13 +135,14 @@ def test_sampled_rows_get_the_same_tokens_with_drafts_as_without(served):
     assert answers[0] == answers[1]
 
 
-def test_answer_cut_anywhere_goes_on_in_another_engine_with_drafts(served):
-    """All cuts of the first turn, three at a time; the other engine has a head, or none."""
+def test_answer_cut_anywhere_goes_on_in_another_engine_with_drafts(served, request):
+    """Cuts of the first turn, three at a time, at night all of them, and in an engine without a head, too."""
+    is_night = request.config.option.night
     drafts = {"mtp": {"max_draft_tokens": 3, "max_rows": 4}, "prompt_lookup": "off"}
     asked, whole = served.request("first"), tuple(served.turns["first"].answer.tokens)
-    for options in (drafts, {"mtp": "off", "prompt_lookup": "off"}):
+    for options in (drafts, {"mtp": "off", "prompt_lookup": "off"}) if is_night else (drafts,):
         num_drafted = 0
-        for start in range(1, len(whole), 3):
+        for start in range(1, len(whole), 3 if is_night else 7):
             driver = Driver(served.runner, EngineConfig.model_validate(options))
             cuts = range(start, min(start + 3, len(whole)))
             begun = [replace(asked, request_id=f"{cut}", progress=(Progress(whole[:cut]),)) for cut in cuts]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine.worker.model_runner import MLXRunner
 from engine.worker.prompt_lookup import MAX_CANDIDATES, MAX_MATCH, MIN_MATCH, TokenHistory
 from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver
+from tests.support.night import some_at_night
 
 LOOKUP = {"mtp": "off", "prompt_lookup": {"max_draft_tokens": 4, "max_rows": 64}}
 OFF = {"mtp": "off", "prompt_lookup": "off"}
@@ -24,6 +26,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "hybrid": {"layers": 4, "interval": 2, "mtp": False},
     "with a head": {"layers": 2, "interval": 2, "agree": 0.3},
 }
+
+
+SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"repetition_penalty": 1.2, "logprobs": 1}]
 
 
 def history(*token_ids: int) -> TokenHistory:
@@ -110,8 +115,15 @@ def requests(**sampling: Any) -> list[EngineRequest]:
     ]
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9}, {"repetition_penalty": 1.2, "logprobs": 1}])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "sampling"),
+    some_at_night(
+        product(MODELS, SAMPLINGS),
+        [("hybrid", SAMPLINGS[0]), ("hybrid", SAMPLINGS[1]), ("with a head", SAMPLINGS[2])],
+        "the gate has both models and each sampling",
+        are_sets=True,
+    ),
+)
 def test_answers_with_prompt_lookup_are_those_without(runner_of, model, sampling):
     runner = runner_of(model)
     expected = {}

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,20 @@ def moves_of(tiny_model: Callable[..., Path]) -> Callable[..., Moves]:
     return make
 
 
-models = pytest.mark.parametrize(
-    "model", some_at_night(MODELS, {"alternating", "no head"}, "the gate runs a model with a head and one without")
+one_model = pytest.mark.parametrize(
+    "model", some_at_night(MODELS, {"alternating"}, "its state is that of the layers and of a head")
 )
 
 
-@models
-@pytest.mark.parametrize("drafts", ["plain", "head", "prompt lookup"])
+@pytest.mark.parametrize(
+    ("model", "drafts"),
+    some_at_night(
+        product(MODELS, ("plain", "head", "prompt lookup")),
+        [("alternating", "head"), ("alternating", "prompt lookup"), ("no head", "plain")],
+        "the gate has each kind of drafts, a model with a head and one without",
+        are_sets=True,
+    ),
+)
 def test_random_requests_cut_anywhere_go_on_with_their_tokens(moves_of, model, drafts):
     """Sampled with seeds, penalties, biases, min_tokens, grammars, stop tokens, images, up to 3 choices."""
     options = {"plain": PLAIN, "head": DRAFTING, "prompt lookup": LOOKING_UP}[drafts]
@@ -78,7 +86,7 @@ def test_random_requests_cut_anywhere_go_on_with_their_tokens(moves_of, model, d
     print(f"\n{model}, {drafts}: {dict(moves.figures)}")  # noqa: T201
 
 
-@models
+@one_model
 def test_random_requests_with_shared_prompts_go_on_behind_snapshots_of_others(moves_of, model):
     moves, rng = moves_of(model, SharedSpecimens), random.Random(model)
     for _ in range(NUM_BATCHES):
@@ -86,7 +94,7 @@ def test_random_requests_with_shared_prompts_go_on_behind_snapshots_of_others(mo
     assert moves.figures["cached_tokens"] > 0
 
 
-@models
+@one_model
 def test_sparse_prompts_go_on_at_the_positions_of_the_whole_prompt(moves_of, model):
     moves, rng = moves_of(model, SparseSpecimens), random.Random(f"sparse {model}")
     assert any(moves.specimens.spec(number).sparse for number in range(10))
@@ -101,7 +109,7 @@ def test_answers_of_quantized_keys_and_values_go_on_with_their_tokens(moves_of, 
         moves.check_cuts(rng.sample(range(40), 5), rng, **DRAFTING, **(NO_CACHE if batch % 2 else {}))
 
 
-@models
+@one_model
 @pytest.mark.parametrize("kind", [Specimens, SharedSpecimens], ids=["own prompts", "shared prompts"])
 def test_pieces_of_answers_that_move_at_random_steps_are_the_undisturbed_answers(moves_of, model, kind):
     moves, rng = moves_of(model, kind), random.Random(f"moves {model} {kind.__name__}")

@@ -1,6 +1,7 @@
 """Keys and values that a row takes over: they are in memory once, and come back bit for bit as a copy would be."""
 
 import gc
+from itertools import product
 from typing import Any
 
 import engine.worker  # noqa: F401  # before MLX
@@ -15,6 +16,7 @@ from engine.core.runner import Drafts
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.model_runner import MLXRunner
 from engine.worker.snapshot import StateSnapshot
+from tests.support.night import some_at_night
 
 MODELS: dict[str, dict[str, Any]] = {
     "deep": {"layers": 4, "interval": 4, "agree": 0.3},
@@ -125,8 +127,15 @@ def test_a_single_row_returns_its_kv_segments_bit_for_bit(runner_of, name, how, 
     assert runner.memory()["decode_cache_bytes"] == 0
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("name", ["deep", "alternating", "no head", "text"])
+@pytest.mark.parametrize(
+    ("name", "drafts"),
+    some_at_night(
+        product(("deep", "alternating", "no head", "text"), (0, 3)),
+        [("deep", 3), ("alternating", 0), ("no head", 3), ("text", 0)],
+        "the gate has each model, with drafts or without",
+        are_sets=True,
+    ),
+)
 def test_rows_of_a_group_return_their_kv_segments_without_effect_on_the_others(runner_of, name, drafts):
     """Two leave with what they have, one after the other, and the third is asked for a copy and goes on."""
     runner = runner_of(name)
@@ -211,7 +220,7 @@ def test_a_failed_copy_leaves_kv_segments_lent_and_can_be_repeated(runner_of, mo
     assert same(contents(taken), before)
 
 
-@pytest.mark.parametrize("name", ["deep", "text"])
+@pytest.mark.parametrize("name", some_at_night(["deep", "text"], ["deep"], "the gate has both kinds of layers"))
 def test_keys_and_values_are_in_memory_once_while_they_are_lent(runner_of, name):
     runner = runner_of(name)
 

@@ -12,8 +12,9 @@ from engine.config import EngineConfig
 from engine.processing.images import ImagePreprocessor
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, SamplingParams
-from engine.worker.model_runner import MLXRunner, load_runner
+from engine.worker.model_runner import MLXRunner
 from engine.worker.prompt_lookup import TokenHistory
+from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver
 from tests.support.families.family import VOCAB_SIZE
 from tests.support.molmo2_family import MOLMO2
@@ -41,7 +42,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[MLXRunner, EngineRe
     ids = np.array([MOVED.get(token_id, token_id) for token_id in ids.tolist()], np.int32)
     answer = reference(load_model(made), ids.tolist(), MOLMO2.pixels([picture]), NUM_TOKENS)
     request = EngineRequest("one", ids, SamplingParams(NUM_TOKENS, temperature=0.0), (), (patches,))
-    return load_runner(EngineConfig(model=str(made)), lambda progress: None), request, answer
+    return load_cold(EngineConfig(model=str(made))), request, answer
 
 
 def test_the_answer_is_that_of_the_library(asked):

@@ -50,12 +50,15 @@ CONTENTS: dict[str, list[str | Image.Image]] = {
 _chosen = os.environ.get("ORCHARD_FAMILIES", "")
 CHOSEN = tuple(name for name in SIGHTED if not _chosen or name in _chosen.split(","))
 
-LIKE_OTHERS = {"smolvlm", "glm4v_moe", "qwen3_vl_moe", "deepseekocr", "deepseekocr_2", "phi3_v"}
-"""Families whose tower, image grid and rope positions are those of idefics3, glm4v and qwen3_vl; and those whose
-smallest image has hundreds of tokens of a wide tower, which take seconds: test_view_towers.py and test_phi3v_tower.py
-have their features and tokens."""
+LIKE_OTHERS = {
+    *("smolvlm", "glm4v_moe", "qwen3_vl_moe", "lfm2-vl", "internvl_chat", "paligemma with gemma2"),
+    *("deepseekocr", "deepseekocr_2", "phi3_v"),
+}
+"""Families whose tower, image grid and rope positions are those of idefics3, glm4v, qwen3_vl, lfm2_vl, internvl and
+paligemma (test_paligemma.py has both language models); and those whose smallest image has hundreds of tokens of a wide
+tower, which take seconds: test_view_towers.py and test_phi3v_tower.py have their features and tokens."""
 WARM = {
-    *("gemma3", "pixtral", "llava_next", "molmo2", "lfm2_vl", "idefics3", "internvl", "glm4v", "dots_ocr"),
+    *("gemma3", "pixtral", "llava_next", "molmo2", "lfm2_vl", "idefics3", "internvl"),
     *("paddleocr_vl", "qwen2_5_vl", "qwen3_vl"),
 }
 """Families whose memory the gate measures: those with grids of each kind, and with windows."""

@@ -28,7 +28,7 @@ from tests.support.driver import fix_prefill_costs
 from tests.support.fake_runner import BYTES_PER_TOKEN, STATE_BYTES, FakeSnapshot, answer
 from tests.support.sparse_prompts import with_plan
 
-NUM_SEEDS = int(os.environ.get("ORCHARD_LOANS", "0")) or 6
+NUM_SEEDS = int(os.environ.get("ORCHARD_LOANS", "0")) or 4
 
 FIRST = request("a", tokens(1, 200))
 LONG = following("b", FIRST, *tokens(2, 200))

@@ -31,6 +31,7 @@ from tests.support.families import FAMILIES
 from tests.support.families.family import VOCAB_SIZE, WINDOW
 from tests.support.gemma4_assistant import LibraryAssistant, write_assistant
 from tests.support.gemma4_family import GEMMA4_SIGHTED
+from tests.support.night import some_at_night
 from tests.support.sighted_family import IDS
 from tests.support.zoo import make, prompt
 
@@ -144,7 +145,7 @@ def tokens_of(runner: MLXRunner, requests: list[EngineRequest], options: dict[st
     return driver.tokens, driver.core.stats.num_drafted
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", some_at_night([0.0, 1.0], [1.0], "sampled tokens are harder to keep"))
 def test_drafts_change_no_token_behind_images(temperature, sighted, tmp_path):
     head_dir = written(sighted, tmp_path)
     runner = load_cold(EngineConfig(model=str(sighted), mtp_head=str(head_dir)))
@@ -165,7 +166,7 @@ def test_drafts_change_no_token_behind_images(temperature, sighted, tmp_path):
     assert tokens_of(alone, requests, {})[0] == plain
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", some_at_night([8, 4], [4], "the gate has the fewest bits"))
 def test_drafts_from_quantized_keys_and_values_change_no_token(bits, model, tmp_path):
     """The target's last layer with full attention is packed; those with windows are not."""
     head_dir = written(model, tmp_path)

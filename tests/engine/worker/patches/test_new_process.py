@@ -18,10 +18,10 @@ import engine.worker
 import numpy as np
 from engine.config import EngineConfig
 from engine.protocol import EngineRequest, SamplingParams
-from engine.worker.model_runner import load_runner
+from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver
 
-runner = load_runner(EngineConfig(model=sys.argv[1]), lambda progress: None)
+runner = load_cold(EngineConfig(model=sys.argv[1]))
 driver = Driver(runner)
 prompt, num_tokens = np.array(json.loads(sys.argv[2]), np.int32), int(sys.argv[3])
 driver.run({0: [EngineRequest("row", prompt, SamplingParams(num_tokens, temperature=0.0), ())]})

@@ -24,8 +24,10 @@ from engine.worker.spec_prefill.draft import Draft
 from engine.worker.spec_prefill.scorer import Publish, ScoreJob, Scorer, ScoreResult
 from tests.engine.worker.spec_prefill.drafts import brute_force, load, prompt
 from tests.support.clock import Clock
+from tests.support.night import some_at_night
 
 NO_ANCHORS = np.empty(0, np.int32)
+HAS_BOTH = "the hybrid draft has recurrent layers and layers with attention, of which the demo model's has the latter"
 
 
 class Watched(Scorer):
@@ -138,7 +140,7 @@ def test_the_look_ahead_ends_at_a_stop_token_but_not_before_the_first_step(bench
     assert np.array_equal(found, bench(lookahead=1).score("one", prompt(40, seed=1))), "and does not count"
 
 
-@pytest.mark.parametrize("family", ["demo", "hybrid"])
+@pytest.mark.parametrize("family", some_at_night(["demo", "hybrid"], ["hybrid"], HAS_BOTH))
 def test_look_ahead_steps_awaited_one_by_one_give_the_same_scores(bench, draft_of, family, monkeypatch):
     ids = prompt(300, seed=6)
     found = bench(family, chunk_size=64).score("ahead", ids)
@@ -164,7 +166,7 @@ def step_by_step(draft: Draft, ids: np.ndarray, num_steps: int) -> np.ndarray:
     return total / num_steps
 
 
-@pytest.mark.parametrize("family", ["demo", "hybrid"])
+@pytest.mark.parametrize("family", some_at_night(["demo", "hybrid"], ["hybrid"], HAS_BOTH))
 def test_the_size_of_the_chunks_does_not_change_the_plan(bench, family):
     ids, plans, found = prompt(700, seed=5), [], []
     for chunk_size in (16, 100, 1024):
@@ -299,7 +301,7 @@ def test_memory_does_not_grow_over_random_prompts_and_aborts(bench):
     assert after[0] == after[1] == after[2]
 
 
-@pytest.mark.parametrize("family", ["demo", "hybrid"])
+@pytest.mark.parametrize("family", some_at_night(["demo", "hybrid"], ["hybrid"], HAS_BOTH))
 class TestReuse:
     def test_a_conversation_that_grows_is_read_once_and_scored_as_if_it_were_read_anew(self, bench, family):
         ids = prompt(600, seed=7)
