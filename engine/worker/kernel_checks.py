@@ -268,12 +268,12 @@ def prompt_attention() -> KernelFigure | str:
         q = mx.random.normal((2, 6, length, size), key=mx.random.key(0)).astype(mx.bfloat16)
         k, v = (mx.random.normal((2, 2, 2 * num_keys, size), key=mx.random.key(i)).astype(mx.bfloat16) for i in (1, 2))
         k, v = k[:, :, :num_keys], v[:, :, :num_keys]
-        causal = np.arange(num_keys) <= num_keys - length + np.arange(length)[:, None]
-        some = np.array(mx.random.uniform(shape=(2, 1, length, num_keys), key=mx.random.key(3)) < 0.5) | causal
-        for mask, own in (("causal", causal), (None, np.ones_like(causal)), (mx.array(some), some)):
+        causal = mx.arange(num_keys) <= num_keys - length + mx.arange(length)[:, None]
+        some = (mx.random.uniform(shape=(2, 1, length, num_keys), key=mx.random.key(3)) < 0.5) | causal
+        for mask, own in (("causal", causal), (None, mx.ones_like(causal)), (some, some)):
             got = prompt_attention_cuda.attend(q, k, v, size**-0.5, mask)
             of_heads = [np.repeat(float64_of(one), 3, axis=1) for one in (k, v)]
-            scores = np.where(own, float64_of(q) @ of_heads[0].swapaxes(-1, -2) * size**-0.5, -np.inf)
+            scores = np.where(np.array(own), float64_of(q) @ of_heads[0].swapaxes(-1, -2) * size**-0.5, -np.inf)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             errors.append(error_of(got, weights / weights.sum(-1, keepdims=True) @ of_heads[1]))
     return KernelFigure(max(errors), BFLOAT16_LIMIT, "cuda kernels")

@@ -30,7 +30,7 @@ from engine.processing.pooling import EmbeddingModel
 from engine.processing.vision_families import vision_family
 from engine.processing.weight_file import fingerprint, has_output_layer
 from engine.start_phase import StartPhase
-from engine.worker import cuda_kernel, devices, proposers
+from engine.worker import cuda_kernel, devices, proposers, run_ahead
 from engine.worker.config_fields import check_fields
 from engine.worker.drafter import DraftingModel
 from engine.worker.dropped_weights import check_dropped
@@ -202,6 +202,8 @@ def load(
         drafting = proposers.loaded_proposer(found)
         num_bytes = _read_weights([module] if drafting is None else [module, drafting.module], report)
     module.eval()
+    if hasattr(module, "language_model"):
+        run_ahead.limit(module.language_model)
     if drafting is not None:
         drafting.kind.check(drafting.module, opened.config)
         sizes = opened.vocab_size, num_embeddings(opened.config)

@@ -43,7 +43,6 @@ from engine.worker import (
     memory,
     memory_costs,
     patches,
-    run_ahead,
     split_products,
     warm_up,
 )
@@ -84,7 +83,6 @@ def load_runner(config: EngineConfig, progress: Callable[[float], None]) -> "MLX
     loader.use_device(config.device)
     with starting(devices.device_kind(), config.share_device) as lock:
         runner = MLXRunner(loader.load(config, progress), config, lock)
-        run_ahead.limit(runner._language_model.lm)
         memory.set_limits(config)
         runner.warm_up(progress)
         return runner

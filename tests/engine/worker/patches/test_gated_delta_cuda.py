@@ -40,12 +40,12 @@ def test_the_prompts_kernel_computes_the_rule_wherever_a_chunk_ends(cuda_on_cpu,
     g, beta = (mx.random.uniform(0.2, 0.9, (2, length, 4)) for _ in range(2))
     state = mx.random.normal((2, 4, v_dim, k_dim))
     of_heads = [mx.repeat(x.astype(mx.float32), 2, axis=2) for x in (q, k)]
-    expected_y, expected = gated_delta.gated_delta_ops(*of_heads, v.astype(mx.float32), g, beta, state)
+    expected_y, expected = gated_delta.gated_delta_ops(*of_heads, v=v.astype(mx.float32), g=g, beta=beta, state=state)
     y, last = gated_delta_prompt.run(q, k, v, g, beta, state)
     assert mx.allclose(last, expected, rtol=1e-4, atol=1e-4)
     assert mx.allclose(y.astype(mx.float32), expected_y, rtol=1e-2 if dtype == mx.bfloat16 else 1e-4, atol=1e-2)
     cut = gated_delta_prompt.TOKENS + 5
-    first_y, half = gated_delta_prompt.run(*(x[:, :cut] for x in (q, k, v, g, beta)), state)
-    second_y, whole = gated_delta_prompt.run(*(x[:, cut:] for x in (q, k, v, g, beta)), half)
+    first_y, half = gated_delta_prompt.run(*(x[:, :cut] for x in (q, k, v, g, beta)), state=state)
+    second_y, whole = gated_delta_prompt.run(*(x[:, cut:] for x in (q, k, v, g, beta)), state=half)
     assert mx.array_equal(whole, last)
     assert mx.array_equal(mx.concatenate([first_y, second_y], axis=1), y)

@@ -42,8 +42,8 @@ def _arrays(length=64, num_keys=128, head_dim=256, dtype=mx.bfloat16, kv_heads=2
 
 def test_chunks_of_large_heads_are_supported():
     for mask in ("causal", None, mx.ones((64, 128), mx.bool_), mx.ones((1, 1, 64, 128), mx.bool_)):
-        assert is_supported(*_arrays(), mask, None)
-    assert is_supported(*_arrays(head_dim=192, dtype=mx.float16), "causal", None)
+        assert is_supported(*_arrays(), mask=mask, sinks=None)
+    assert is_supported(*_arrays(head_dim=192, dtype=mx.float16), mask="causal", sinks=None)
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,11 @@ def test_chunks_of_large_heads_are_supported():
     ids=["few queries", "small heads", "float32", "heads", "more queries than keys", "added mask", "mask of one key"],
 )
 def test_other_attention_is_mlx_s(arrays, mask):
-    assert not is_supported(*arrays, mask, None)
+    assert not is_supported(*arrays, mask=mask, sinks=None)
 
 
 def test_sinks_and_short_chunks_are_computed_by_mlx():
-    assert not is_supported(*_arrays(), "causal", mx.zeros(4))
+    assert not is_supported(*_arrays(), mask="causal", sinks=mx.zeros(4))
     q, k, v = _arrays(length=8)
     assert mx.array_equal(
         attention(q, k, v, scale=1.0, mask="causal"), prompt_attention_cuda._library(q, k, v, scale=1.0, mask="causal")
