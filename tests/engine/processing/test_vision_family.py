@@ -73,6 +73,7 @@ def test_normalised_patches_are_those_of_the_library(family: SightedFamily, mode
 OF_EACH_GRID = {
     *("gemma3", "gemma3 with pan-and-scan", "gemma4", "pixtral", "llava_next", "molmo", "molmo2", "kimi_vl", "lfm2_vl"),
     *("phi3_v", "phi4-siglip", "idefics3", "internvl", "qwen2_5_vl", "deepseekocr", "deepseek_vl_v2", "paddleocr_vl"),
+    *("llama4", "kimi_k25"),
 }
 """A family of each class of grids: a process that decodes gets the grid, and knows nothing else of a family."""
 
