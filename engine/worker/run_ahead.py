@@ -51,9 +51,13 @@ class RunAhead:
 
 
 def limit(language_model: Any) -> None:
-    """Let the decoder layers of the library's language model wait for earlier ones, on CUDA."""
-    if devices.device_kind() == "cuda":
-        RunAhead(layers_of(language_model))
+    """Let the decoder layers of the library's language model wait for earlier ones, on CUDA.
+
+    A few families name their caches' places as layers; they are not limited.
+    """
+    layers = [layer for layer in layers_of(language_model) if callable(layer)]
+    if devices.device_kind() == "cuda" and layers:
+        RunAhead(layers)
 
 
 def _waiting(kind: Any, note: Callable[[mx.array], None]) -> type:
