@@ -51,7 +51,8 @@ def _kimi_k25_grid(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Na
     vision, square = config["vision_config"], settings.get("merge_size", settings["merge_kernel_size"])
     given = square if isinstance(square, list) else [square, square]
     merge_size, patch_size = int(given[0]), int(settings["patch_size"])
-    taken = *vision.get("merge_kernel_size", [2, 2]), vision.get("patch_size", 14)
+    merged = vision.get("merge_kernel_size", [2, 2])
+    taken = *(merged if isinstance(merged, list) else [merged]), vision.get("patch_size", 14)
     if (sizes := (*given, patch_size)) != taken or given[0] != given[1]:
         raise ValueError(f"merged patches and pixels of a patch are {sizes}; the vision tower takes {taken}")
     places = [vision.get(f"init_pos_emb_{axis}", vision.get(f"pos_emb_{axis}", 64)) for axis in ("height", "width")]

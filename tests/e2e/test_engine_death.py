@@ -24,7 +24,7 @@ pytestmark = pytest.mark.server
 
 NUM_KILLS = int(os.environ.get("ORCHARD_KILLS", "1"))
 PHASE_TIMEOUT_S = 60.0
-LONG_TOKENS, SCORED_TOKENS = 6000, 10_000
+LONG_TOKENS, SCORED_TOKENS = 9000, 10_000
 """Prompts that are taken in, or scored, for seconds."""
 
 
