@@ -4,7 +4,7 @@ On CUDA MLX 0.32.4 asks cuDNN for a plan at each new shape of the input. For the
 layer that takes 0.16 to 0.27 s on an H200, once for each length of a prompt and number of rows, where the forward of a
 4B model takes 0.024 s; for the patches of an image it is once for each number of patches. On a CPU MLX computes a
 depthwise convolution with a plain loop: 2048 tokens of 768 channels take 43 ms, and 3 ms as one kernel. On CUDA
-it is a kernel of its own (depthwise_cuda.py). It can be removed when the library does so.
+most have a kernel of their own (depthwise_cuda.py). It can be removed when the library does so.
 """
 
 from functools import partial, reduce

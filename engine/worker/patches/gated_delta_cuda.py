@@ -113,7 +113,10 @@ def run(
 
 @cache
 def _kernel() -> CudaKernel:
-    """Return the kernel of a step, of which the number of tokens is a constant."""
+    """Return the kernel of a step, and of a prompt that the other kernel does not support.
+
+    The number of tokens is a constant of it: it is compiled for each.
+    """
     return CudaKernel(
         name="gated_delta_rows",
         input_names=["q", "k", "v", "g", "beta", "state_in"],

@@ -3,7 +3,8 @@
 Eight lanes share two rows of a head's state, which lie in their registers; a block has 32 rows. Keys and queries of
 TOKENS tokens lie in the block's shared memory, as float32, while those of the next ones are loaded. A warp that has one
 row alone reads them for that row, and spends five times as many instructions on a number of the state. Token after
-token, what a prompt gives does not depend on where its chunks end.
+token, what a prompt gives does not depend on where its chunks of two and more tokens end; a single one is a step's
+(gated_delta_cuda.py), whose sums have another order.
 """
 
 from functools import cache
@@ -14,6 +15,8 @@ from engine.worker.cuda_kernel import CudaKernel, short
 
 LANES, ROWS, TOKENS = 8, 32, 16
 """Lanes per two rows of the state, rows per block, tokens that are loaded together."""
+MAX_KEY_DIM = 160
+"""With larger keys so many tokens would take more than the 48 KB of shared memory that a block has without asking."""
 
 SOURCE = """
     constexpr int Threads = Lanes * Rows / 2, N = Dk / (4 * Lanes), Numbers = 16 / sizeof(InT);
@@ -138,8 +141,9 @@ SOURCE = """
 
 
 def is_supported(q: mx.array, k: mx.array, v: mx.array) -> bool:
-    """Return whether the kernel supports these dtypes, for shapes that `gated_delta_cuda.supported` allows."""
-    return q.dtype == k.dtype == v.dtype and q.dtype in (mx.bfloat16, mx.float16, mx.float32)
+    """Return whether the kernel supports these arrays, whose shapes `gated_delta_cuda.supported` allows."""
+    is_small = k.shape[-1] <= MAX_KEY_DIM
+    return is_small and q.dtype == k.dtype == v.dtype and q.dtype in (mx.bfloat16, mx.float16, mx.float32)
 
 
 def run(

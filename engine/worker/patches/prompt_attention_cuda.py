@@ -194,7 +194,10 @@ def is_supported(q: mx.array, k: mx.array, v: mx.array, mask: mx.array | str | N
         return False
     if not isinstance(mask, mx.array):
         return mask in (None, "causal") and k.shape[2] >= q.shape[2]
-    return mask.dtype == mx.bool_ and 2 <= mask.ndim <= 4 and mask.shape[-2:] == (q.shape[2], k.shape[2])
+    if mask.dtype != mx.bool_ or not 2 <= mask.ndim <= 4 or mask.shape[-2:] != (q.shape[2], k.shape[2]):
+        return False
+    given = ((1,) * (4 - mask.ndim) + mask.shape)[:2]
+    return all(size in (1, whole) for size, whole in zip(given, q.shape[:2], strict=True))
 
 
 def attend(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array | str | None) -> mx.array:
@@ -209,12 +212,10 @@ def attend(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array |
             i sees the keys up to K - L + i; None: all keys.
     """
     batch, heads, length, head_dim = q.shape
-    is_masked = isinstance(mask, mx.array)
-    whole = (
-        mx.contiguous(mask.reshape((1,) * (4 - mask.ndim) + mask.shape))
-        if is_masked
-        else mx.ones((1, 1, 1, 1), mx.bool_)
-    )
+    if isinstance(mask, mx.array):
+        kind, whole = "masked", mx.contiguous(mask.reshape((1,) * (4 - mask.ndim) + mask.shape))
+    else:
+        kind, whole = mask, mx.ones((1, 1, 1, 1), mx.bool_)
     warps = WARPS["large" if length > 16 * WARPS["small"] and _has_large_blocks() else "small"]
     constants = {"D": head_dim, "Hq": heads, "Hk": k.shape[1], "Keys": KEYS, "Warps": warps}
     (y,) = _kernel(q.dtype, scale, head_dim, warps)(
@@ -222,8 +223,8 @@ def attend(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array |
         template=[
             ("T", q.dtype),
             *constants.items(),
-            ("Causal", mask == "causal" if not is_masked else False),
-            ("Masked", is_masked),
+            ("Causal", kind == "causal"),
+            ("Masked", kind == "masked"),
         ],
         grid=(32 * -(-length // (16 * warps)), warps * batch * heads, 1),
         threadgroup=(32, warps, 1),

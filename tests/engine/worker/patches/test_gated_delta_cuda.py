@@ -49,3 +49,11 @@ def test_the_prompts_kernel_computes_the_rule_wherever_a_chunk_ends(cuda_on_cpu,
     second_y, whole = gated_delta_prompt.run(*(x[:, cut:] for x in (q, k, v, g, beta)), state=half)
     assert mx.array_equal(whole, last)
     assert mx.array_equal(mx.concatenate([first_y, second_y], axis=1), y)
+
+
+def test_prompts_with_keys_that_do_not_fit_into_shared_memory_have_the_kernel_of_steps():
+    q = k = mx.zeros((1, 2, 2, gated_delta_prompt.MAX_KEY_DIM))
+    v = mx.zeros((1, 2, 2, 16))
+    assert gated_delta_prompt.is_supported(q, k, v) and not gated_delta_prompt.is_supported(q, k, v.astype(mx.float16))
+    large = mx.zeros((1, 2, 2, gated_delta_prompt.MAX_KEY_DIM + 32))
+    assert not gated_delta_prompt.is_supported(large, large, v)

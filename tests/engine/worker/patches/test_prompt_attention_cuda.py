@@ -56,8 +56,18 @@ def test_chunks_of_large_heads_are_supported():
         (_arrays(num_keys=32), "causal"),
         (_arrays(), mx.zeros((64, 128))),
         (_arrays(), mx.ones((64, 1), mx.bool_)),
+        (_arrays(), mx.ones((2, 64, 128), mx.bool_)),
     ],
-    ids=["few queries", "small heads", "float32", "heads", "more queries than keys", "added mask", "mask of one key"],
+    ids=[
+        "few queries",
+        "small heads",
+        "float32",
+        "heads",
+        "more queries than keys",
+        "added mask",
+        "mask of one key",
+        "mask by heads of keys",
+    ],
 )
 def test_other_attention_is_mlx_s(arrays, mask):
     assert not is_supported(*arrays, mask=mask, sinks=None)
