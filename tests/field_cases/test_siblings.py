@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from engine.processing.grammar import MAX_PENDING
 from tests.deployments.faulty_graph import Graph
 from tests.golden.one_process import BASE_URL, args
 
@@ -147,7 +148,7 @@ def answers() -> dict[Any, httpx.Response]:
         with pytest.MonkeyPatch.context() as patch:
             graph = Graph(args(), patch)
             await graph.start()
-            free = asyncio.Semaphore(24)
+            free = asyncio.Semaphore(MAX_PENDING // 2)  # more may be refused while they are compiled
             try:
                 async with httpx.AsyncClient(
                     transport=httpx.ASGITransport(graph.app), base_url=BASE_URL, timeout=120
