@@ -205,7 +205,7 @@ class Drafter:
             self.pending = new
             return
         # A row with fewer pairs than others gets garbage after its end.
-        if self.pending.bound + new.bound > min(MAX_PENDING, *(layer.margin for layer in self.layers)):
+        if self.pending.bound + new.bound > min((MAX_PENDING, *(layer.margin for layer in self.layers))):
             self._catch_up(lengths, extent)
             self.pending = new
             mx.async_eval(self._cache.state)

@@ -108,9 +108,11 @@ class RepeatByModel(ModelProposer):
 class Config(EngineConfig):
     """A configuration with fixed limits of the new proposer alone."""
 
+    repeat_rows: int = 64
+
     @property
     def draft_modes(self) -> dict[str, DraftMode]:
-        return super().draft_modes | {"repeat": DraftLimits(max_draft_tokens=NUM_DRAFTS, max_rows=64)}
+        return super().draft_modes | {"repeat": DraftLimits(max_draft_tokens=NUM_DRAFTS, max_rows=self.repeat_rows)}
 
 
 OPTIONS: dict[str, Any] = {"mtp": "off", "prompt_lookup": "off", "prefix_cache": {"enabled": True}}
@@ -157,6 +159,17 @@ def test_its_drafts_change_no_token_and_are_counted_under_its_name(runner, tempe
     status = driver.core.figures.speculation["repeat"]
     assert status["mode"] == "fixed" and status["num_drafted"] > status["num_accepted"] > 0
     assert status["num_drafted"] == driver.core.stats.num_drafted
+
+
+def test_steps_without_its_drafts_change_no_token(runner):
+    """Three rows are too many for drafts, which the first one has before and the last one after the others."""
+    expected = {}
+    for one in requests(0.0):
+        expected |= Driver(runner, EngineConfig.model_validate(OPTIONS)).run({0: [one]})
+    first, *others = requests(0.0)
+    driver = Driver(runner, Config.model_validate(OPTIONS | {"repeat_rows": 1}))
+    assert driver.run({0: [first], 4: others}) == expected
+    assert driver.core.figures.speculation["repeat"]["num_drafted"] > 2 * NUM_DRAFTS
 
 
 def test_a_continued_conversation_has_the_tokens_of_one_without_a_prefix_cache(runner):
