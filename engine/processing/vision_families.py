@@ -29,7 +29,7 @@ from engine.processing.tiled_families import (
     MOLMO2,
     PHI3_V,
 )
-from engine.processing.vision_family import HALF, LayerKind, VisionFamily, processors_named, value_at
+from engine.processing.vision_family import HALF, AttentionKind, VisionFamily, processors_named, value_at
 
 QWEN_PROCESSORS = frozenset(
     f"Qwen{generation}VLImageProcessor{backend}" for generation in ("2", "2_5", "3") for backend in ("", "Fast", "Pil")
@@ -37,7 +37,7 @@ QWEN_PROCESSORS = frozenset(
 """Class names of the Qwen2-VL image processor; those of later generations are mlx-vlm's, in converted checkpoints."""
 
 
-def _gemma4_layers(config: Mapping[str, Any]) -> frozenset[LayerKind]:
+def _gemma4_layers(config: Mapping[str, Any]) -> frozenset[AttentionKind]:
     """Return the layers with a window, as in transformers; the library would let them see each other in all layers."""
     is_on = value_at(config, "text_config.use_bidirectional_attention", None) == "vision"
     return frozenset(("window",)) if is_on else frozenset()

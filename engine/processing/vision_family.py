@@ -10,7 +10,7 @@ from engine.protocol import ImagePatches
 PROCESSOR_KEYS = ("image_processor_type", "feature_extractor_type", "processor_class")
 """Keys under which a configuration may name the class of the image processor, the first one first."""
 
-LayerKind = Literal["full", "window"]
+AttentionKind = Literal["full", "window"]
 """Attention layers: those that see all tokens before, and those with a sliding window."""
 
 ImagesFirst = Literal["behind bos", "before bos"]
@@ -68,7 +68,7 @@ class VisionFamily:
     """Those of model_types that read videos as groups of frames with their times."""
     unsupported_settings: tuple[str, ...] = ()
     """Settings of the image processor that must be off."""
-    both_ways: Callable[[Mapping[str, Any]], frozenset[LayerKind]] = lambda config: frozenset()
+    both_ways: Callable[[Mapping[str, Any]], frozenset[AttentionKind]] = lambda config: frozenset()
     """Returns, by config.json, in which layers the tokens of a run see each other; in all others each of them sees
     those before it."""
     whole_prompts: Callable[[Mapping[str, Any]], bool] = lambda config: False

@@ -7,6 +7,7 @@ the library's caches by which the model's layers read and write it.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -25,14 +26,17 @@ class BatchLayer:
 
     appends = False
     """Whether keys and values lie in slots that never change."""
-    tokens_per_slot = 1
-    """Tokens of a row that share a slot."""
     num_slots = 0
     """Tokens of a row for which there are slots; 0 if a row's tokens have none of their own."""
     margin = math.inf
     """Slots after a row's end that a forward may write."""
     recording = False
     """Whether `commit` follows the next forward."""
+
+    @classmethod
+    def of(cls, cache: Any, cursor: Any) -> "BatchLayer":
+        """Return a layer with one row, whose cache this is. cursor: Where the rows write, see Cursor."""
+        raise NotImplementedError
 
     @property
     def recorded(self) -> Sequence[mx.array]:

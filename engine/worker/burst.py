@@ -6,26 +6,20 @@ convolution's window ends with the row's own last token. Otherwise prompts share
 same number of tokens. Each prompt gets the caches that it would get alone.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.cache import ArraysCache
 
-from engine.worker.chunk_layer import ChunkedCache, same_chunk
+from engine.worker.burst_layer import Forward
 from engine.worker.drafter import DraftingModel
-from engine.worker.kv_cache import Cursor, SequenceCache
+from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import LanguageModel
-from engine.worker.pool_layer import PooledCache, PoolInputs, Windows, at_slots, window_positions
+from engine.worker.layer_kinds import is_recurrent, kind_of
 from engine.worker.prefill import PromptState, waits
-from engine.worker.quantized_kv import format_of
-from engine.worker.recurrent_layer import stacked
 from engine.worker.rewind import has_recurrent_layers
-from engine.worker.row_kinds import is_recurrent, kind_of
-from engine.worker.window_layer import last_tokens
 
 EQUAL_LENGTHS = "of equal lengths: its recurrent layers do not skip padding"
 """Status of a family whose prompts of unlike lengths share several forwards, of equal lengths each."""
@@ -38,213 +32,6 @@ MORE_PADDING = 60
 
 ROUNDING = 0.05
 """Share of a state's largest value by which padding may change it."""
-
-_Library: Any = ArraysCache  # some families write their states only into instances of it
-
-
-@dataclass(frozen=True)
-class Forward:
-    """The rows of a shared forward."""
-
-    lengths: Sequence[int]
-    """How many tokens of the forward are each prompt's own, at least 0."""
-    as_offset: bool
-    """See kv_cache.Cursor."""
-
-    @cached_property
-    def own(self) -> mx.array | None:
-        """`lengths` as int32 [B]; None if no token is padding."""
-        return mx.array(list(self.lengths), mx.int32) if min(self.lengths) < max(self.lengths) else None
-
-
-class BurstAttention:
-    """One attention layer of all prompts: each appends to its own cache, and attention sees them padded.
-
-    Args:
-        caches: The prompts' caches: of all tokens, or of a sliding window.
-        forward: The forward.
-    """
-
-    def __init__(self, caches: Sequence[Any], forward: Forward):
-        self._caches = caches
-        self._lengths = forward.lengths
-        self._as_offset = forward.as_offset
-        self._starts = [cache.offset for cache in caches]
-        self._window = kind_of(caches[0]).window(caches[0])
-        if self._window:
-            self.max_size = self._window
-        self._before = [last_tokens(cache) if self._window and cache.offset else None for cache in caches]
-        self._num_before = [
-            start if before is None else before[0].shape[2]
-            for start, before in zip(self._starts, self._before, strict=True)
-        ]
-        self._format = format_of(caches[0])
-
-    @property
-    def offset(self) -> int | mx.array:
-        is_uniform = len(set(self._starts)) == 1
-        return mx.array(self._starts, mx.int32) if self._as_offset and not is_uniform else max(self._starts)
-
-    @property
-    def starts(self) -> mx.array:
-        """int32 [B], the tokens of each prompt before the forward."""
-        return mx.array(self._starts, mx.int32)
-
-    @property
-    def keys(self) -> mx.array:
-        """The first prompt's, to which some families add a dependency so that they are evaluated together."""
-        return self._caches[0].keys
-
-    @keys.setter
-    def keys(self, keys: mx.array) -> None:
-        self._caches[0].keys = keys
-
-    @property
-    def values(self) -> mx.array:
-        return self._caches[0].values
-
-    def make_mask(
-        self, num_new: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | str | None:
-        window = min((size for size in (window_size, self._window) if size), default=None)
-        first, extent = max(self._num_before), max(self._num_before) + num_new
-        uniform_start = first if len(set(self._num_before)) == 1 and not return_array else None
-        if uniform_start is not None and window is not None and extent <= window:
-            window = None
-        return Cursor(mx.array(self._num_before, mx.int32), extent, uniform_start).mask(num_new, window)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append keys and values [B, heads, L, head_dim].
-
-        Returns:
-            Both with the preceding ones: [B, heads, extent, head_dim].
-        """
-        for i, (cache, length) in enumerate(zip(self._caches, self._lengths, strict=True)):
-            if length:
-                new = keys[i : i + 1, :, :length], values[i : i + 1, :, :length]
-                cache.update_and_fetch(*map(mx.contiguous, new))
-        if self._format is not None:
-            keys, values = self._format.pack(keys, values)
-        if any(self._num_before):  # the slots before are read after the write, which is in place then
-            before = [
-                (cache.keys, cache.values) if window is None else window
-                for cache, window in zip(self._caches, self._before, strict=True)
-            ]
-            keys = self._behind([slots[0] for slots in before], keys)
-            values = self._behind([slots[1] for slots in before], values)
-        return (keys, values) if self._format is None else self._format.unpack(keys, values)
-
-    def _behind(self, before: Sequence[Any], new: mx.array) -> mx.array:
-        """Return each row's preceding slots followed by its new ones, padded at the end."""
-        rows = []
-        for i, (slots, num_before) in enumerate(zip(before, self._num_before, strict=True)):
-            parts = [new[i : i + 1]]
-            if num_before:
-                parts.insert(0, slots[..., :num_before, :])
-            if missing := max(self._num_before) - num_before:
-                parts.append(mx.zeros((1, new.shape[1], missing, new.shape[3]), new.dtype))
-            rows.append(mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0])
-        return mx.concatenate(rows)
-
-
-class BurstChunks(BurstAttention):
-    """One attention layer of all prompts whose tokens see only their own chunk."""
-
-    def make_mask(self, num_new: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """Return which slots each new token sees: bool [B, 1, num_new, extent]."""
-        starts, num_before = self.starts, mx.array(self._num_before, mx.int32)
-        positions = (starts - num_before)[:, None] + mx.arange(max(self._num_before) + num_new)
-        own = starts[:, None] + mx.arange(num_new)
-        return same_chunk(positions[:, None, None], own[:, None, :, None], self._caches[0].max_size)
-
-
-class BurstPoolInputs(BurstAttention):
-    """The values and gates of all prompts from which a pool makes its next entries."""
-
-    def update_windows(self, kv: mx.array, gate: mx.array, ratio: int, num_before: int) -> Windows:
-        """Append values and gates [B, L, dim]; return all windows that may be complete."""
-        fetched = self.update_and_fetch(kv[:, None], gate[:, None])
-        first, positions = window_positions(self.starts, kv.shape[1], ratio, num_before)
-        slots = positions - (self.starts - mx.array(self._num_before, mx.int32))[:, None]
-        pairs = zip(self._starts, self._lengths, strict=True)
-        kv, gate = at_slots(fetched, slots)
-        return kv, gate, first, [(start + new) // ratio - start // ratio for start, new in pairs]
-
-
-class BurstPool:
-    """The entries of all prompts' pools: each appends its own, and attention sees them padded."""
-
-    def __init__(self, caches: Sequence[PooledCache], forward: Forward):
-        self._caches = caches
-
-    def write(self, entries: mx.array, num_complete: Sequence[int]) -> mx.array:
-        """Append each prompt's first entries of [B, n, dim]; return all, [B, slots, dim]."""
-        rows = [
-            cache.write(mx.contiguous(entries[i : i + 1]), count)
-            for i, (cache, count) in enumerate(zip(self._caches, num_complete, strict=True))
-        ]
-        longest = max(row.shape[1] for row in rows)
-        return mx.concatenate([mx.pad(row, [(0, 0), (0, longest - row.shape[1]), (0, 0)]) for row in rows])
-
-
-class BurstStates(_Library):
-    """One recurrent layer of all prompts, with slots (convolution window, state), as the library's ArraysCache."""
-
-    left_padding = None
-
-    def __init__(self, caches: Sequence[ArraysCache], forward: Forward):
-        self._caches = caches
-        self._own = forward.own
-        self._num_own = forward.lengths
-
-    @property
-    def lengths(self) -> mx.array | None:
-        return self._own
-
-    @property
-    def rows(self) -> list[tuple[ArraysCache, int]]:
-        """The prompts' caches, with the number of each prompt's own tokens."""
-        return list(zip(self._caches, self._num_own, strict=True))
-
-    def __getitem__(self, index: int) -> mx.array | None:
-        """Return a slot of all prompts [B, ...]; None if no prompt has begun."""
-        states = [cache.cache[index] for cache in self._caches]
-        like = next((state for state in states if state is not None), None)
-        if like is None:
-            return None
-        return stacked([mx.zeros_like(like) if state is None else state for state in states])
-
-    def __setitem__(self, index: int, value: mx.array) -> None:
-        """Store a slot of all prompts; the family has selected the rows' own values."""
-        for i, cache in enumerate(self._caches):
-            cache.cache[index] = mx.contiguous(value[i : i + 1])
-        mx.async_eval([cache.cache[index] for cache in self._caches])  # free the batched state before the next layer
-
-    def make_mask(self, num_new: int) -> mx.array | None:
-        """Return which tokens are a prompt's own, bool [B, num_new]; None if all are."""
-        return None if self._own is None else mx.arange(num_new) < self._own[:, None]
-
-    def advance(self, num_new: int) -> None:
-        """Do nothing: the layer serves one forward."""
-
-    def update_window(self, index: int, source: mx.array, width: int, *, lengths: mx.array | None = None) -> None:
-        """Store the windows. source [B, width + L, channels]: the window after n tokens is source[:, n : n + width]."""
-        for i, (cache, length) in enumerate(self.rows):
-            cache.cache[index] = mx.contiguous(source[i : i + 1, length : length + width])
-
-    def update_recurrent(self, index: int, length: int, update: Callable[..., Any]) -> tuple[mx.array, mx.array]:
-        output, state = update(self[index], None)[:2]
-        self[index] = state
-        return output, state
-
-
-LAYERS: dict[type, Callable[[Sequence[Any], Forward], Any]] = {
-    ArraysCache: BurstStates,
-    PooledCache: BurstPool,
-    ChunkedCache: BurstChunks,
-    PoolInputs: BurstPoolInputs,
-}
-"""Class of a row's cache -> the layer of all prompts; BurstAttention for all others."""
 
 
 class BurstPrefill:
@@ -404,9 +191,9 @@ def _nearly_equal(one: mx.array, other: mx.array) -> bool:
 
 
 def _layers(caches: Sequence[SequenceCache], lengths: Sequence[int], as_offset: bool) -> list[Any]:
-    """Combine the prompts' caches, layer by layer. as_offset: see kv_cache.Cursor."""
+    """Combine the prompts' caches, layer by layer. as_offset: see Cursor."""
     forward = Forward(lengths, as_offset)
-    return [LAYERS.get(type(rows[0]), BurstAttention)(rows, forward) for rows in zip(*caches, strict=True)]
+    return [kind_of(rows[0]).burst_layer(rows, forward) for rows in zip(*caches, strict=True)]
 
 
 def _padded(rows: Sequence[np.ndarray], padding: int = 0) -> np.ndarray:

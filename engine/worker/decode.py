@@ -30,9 +30,9 @@ from engine.worker.compiled import CompiledForward
 from engine.worker.drafter import Drafter, DraftingModel, PendingHiddenStates
 from engine.worker.kv_cache import BatchCache, SequenceCache
 from engine.worker.language_model import LanguageModel
+from engine.worker.layer_kinds import appends
 from engine.worker.pending_step import DecodingRow, PendingStep
 from engine.worker.proposers import row_drafts
-from engine.worker.row_kinds import appends
 from engine.worker.sampling_batch import SamplingBatch
 from engine.worker.snapshot import KVSegment, LentSegments, StateSnapshot, fill, is_finite, take
 

@@ -12,8 +12,9 @@ from mlx_vlm.models.qwen3_5_moe import config as moe_config
 from mlx_vlm.models.qwen3_5_moe import language as moe_language
 
 from engine.worker import devices
+from engine.worker.cursor import Cursor
 from engine.worker.kernel_figure import LIMIT, KernelFigure, error_of
-from engine.worker.kv_cache import BatchKVLayer, Cursor
+from engine.worker.kv_layer import BatchKVLayer
 from engine.worker.recurrent_layer import BatchRecurrentLayer
 
 LAYERS = TextConfig(

@@ -22,9 +22,9 @@ from engine.worker.drafter import DraftingModel
 from engine.worker.heads.head import SharingHead
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import LanguageModel
+from engine.worker.layer_kinds import keeps_all
 from engine.worker.loaded_model import FoundProposer, OpenedModel
 from engine.worker.proposer import ModelProposer, Target
-from engine.worker.row_kinds import appends, kind_of
 from engine.worker.weights import DTYPES, cast, is_quantized
 
 LOWEST = -1e9  # logit of tokens that the draft model's output layer lacks
@@ -155,7 +155,7 @@ class DraftModel:
 def draft_unsupported_reason(language_model: LanguageModel) -> str | None:
     """Return why a model cannot draft, None if it can."""
     for i, layer in enumerate(language_model.make_cache()):
-        if not (appends(layer) and kind_of(layer).tokens_per_slot(layer) == 1):
+        if not keeps_all(layer):
             return f"layer {i} keeps its state in a {type(layer).__name__}; attention without windows is supported"
     try:
         _ = language_model.num_embeddings

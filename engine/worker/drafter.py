@@ -29,7 +29,7 @@ class DraftingModel(Protocol):
     lead: int
     """Entries of its cache before that of the first pair (token 1, hidden state 0)."""
     as_offset: bool
-    """See kv_cache.Cursor."""
+    """See Cursor."""
     block: Block | None
     """Drafts all tokens of a step in one forward; None if the model reads each draft before the next one."""
     sharing: SharingHead | None

@@ -14,7 +14,8 @@ from engine.worker.block import Block
 from engine.worker.heads.head import Head
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import LanguageModel
-from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCache, formats
+from engine.worker.layer_caches import kv_formats
+from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCache
 
 
 class DraftingHead:
@@ -53,9 +54,9 @@ class DraftingHead:
         embeds = self._embed(token)
         self._head.states(embeds, mx.zeros((1, 1, self._head.hidden_size), embeds.dtype), cache, token)
         bits = self._language_model.kv_bits
-        kv_formats = [None] * len(cache) if bits == UNQUANTIZED_BITS else formats(cache, bits)
+        formats = [None] * len(cache) if bits == UNQUANTIZED_BITS else kv_formats(cache, bits)
         none = [(_no_slots_of(layer.keys), _no_slots_of(layer.values)) for layer in cache]
-        pairs = zip(kv_formats, none, strict=True)
+        pairs = zip(formats, none, strict=True)
         return [(one, *(arrays if one is None else one.zeros(0))) for one, arrays in pairs]
 
     def begin(self, first_token_id: int, cache: SequenceCache) -> None:

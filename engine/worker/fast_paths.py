@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from engine.worker import proposers
 from engine.worker.language_model import LanguageModel
+from engine.worker.layer_kinds import is_recurrent
 from engine.worker.rewind import rewind_unsupported_reason
-from engine.worker.row_kinds import is_recurrent
 from engine.worker.snapshot import prefix_unsupported_reason
 
 NO_POSITIONS = "this model does not accept explicit positions"

@@ -7,22 +7,21 @@ in `VisionFamily.both_ways`; those whose prompts were, have `VisionFamily.whole_
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import mlx.core as mx
 import numpy as np
-from mlx_vlm.models.cache import KVCache, RotatingKVCache
 
-from engine.processing.vision_family import LayerKind
+from engine.processing.vision_family import AttentionKind
 from engine.worker.kv_cache import SequenceCache
+from engine.worker.layer_kinds import kind_of
 
-CACHES: dict[LayerKind, type] = {"full": KVCache, "window": RotatingKVCache}
-"""Class of a row's cache by the kind of its layer."""
+EVERY_KIND: frozenset[AttentionKind] = frozenset(get_args(AttentionKind))
 
 
 @contextmanager
 def both_ways(
-    cache: SequenceCache, run: np.ndarray, kinds: frozenset[LayerKind], beyond_window: bool = False
+    cache: SequenceCache, run: np.ndarray, kinds: frozenset[AttentionKind], beyond_window: bool = False
 ) -> Iterator[None]:
     """Let the tokens of a run see each other in the layers of these kinds.
 
@@ -37,7 +36,7 @@ def both_ways(
     """
     same = (run[:, None] == run) & (run >= 0)
     same = mx.array(same if beyond_window else np.triu(same, 1))  # the mask of the cache has the earlier ones
-    chosen = [layer for layer in cache if isinstance(layer, tuple(CACHES[kind] for kind in kinds))]
+    chosen = [layer for layer in cache if kind_of(layer).attention in kinds]
     for layer in chosen:
         layer.make_mask = partial(_mask, type(layer), layer, same)
     try:

@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from engine.processing.vision_family import LayerKind
-from engine.worker.image_attention import CACHES, both_ways, image_runs
+from engine.processing.vision_family import AttentionKind
+from engine.worker.image_attention import EVERY_KIND, both_ways, image_runs
 from engine.worker.kv_cache import SequenceCache
 
 
@@ -23,7 +23,7 @@ class ImageChunk:
     deepstack: mx.array
     """[n, num_deepstack * hidden], added to the image tokens' hidden states after each of the first layers; of width 0
     without deepstack features."""
-    both_ways: frozenset[LayerKind] = frozenset()
+    both_ways: frozenset[AttentionKind] = frozenset()
     """Layers in which image tokens that follow one another see each other."""
     per_layer: mx.array | None = None
     """[1, L, layers, width], see `LanguageModel.per_layer_inputs`."""
@@ -64,7 +64,7 @@ def masked(chunk: ImageChunk | None, cache: SequenceCache) -> AbstractContextMan
     length = chunk.embeds.shape[1]
     if chunk.num_whole:
         run = np.where(np.arange(length) < chunk.num_whole, 0, -1)
-        return both_ways(cache, run, frozenset(CACHES), beyond_window=True)
+        return both_ways(cache, run, EVERY_KIND, beyond_window=True)
     if chunk.both_ways:
         return both_ways(cache, image_runs(chunk.places, length), chunk.both_ways)
     return nullcontext()

@@ -4,11 +4,15 @@ The index keys are one more array per token. In a row and in a decode group they
 whose values are empty (MiniMax M3) or the tokens' positions (Qwen4): rows, snapshots and memory costs need no more.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
+from mlx_vlm.models.minimax_m3_vl.language import MiniMaxM3KVCache
+from mlx_vlm.models.qwen4_exp.language import QSAKVCache
+
+from engine.worker.kv_layer import KVKind
 
 
 class IndexedCache:
@@ -45,3 +49,16 @@ class IndexedCache:
         values = positions.astype(mx.int32).transpose(1, 2, 0)[:, None]
         keys, values = self._index.update_and_fetch(keys[:, None], values)
         return keys[:, 0], values[:, 0].transpose(2, 0, 1)
+
+
+class IndexedKind(KVKind):
+    """Keys and values of all tokens, and the keys of their index."""
+
+    library = (MiniMaxM3KVCache, QSAKVCache)
+    rows = ()
+
+    def row_caches(self, cache: Any) -> tuple[KVCache, KVCache]:
+        return KVCache(), KVCache()
+
+    def as_taken(self, cache: Any, caches: Iterator[Any]) -> IndexedCache:
+        return IndexedCache(next(caches), next(caches))

@@ -18,9 +18,10 @@ from mlx_vlm.models.switch_layers import SwitchGLU
 
 from engine.worker import cuda_kernel, devices
 from engine.worker.cuda_kernel import CudaKernel
+from engine.worker.cursor import Cursor
 from engine.worker.decoder_layer_checks import decoder_layers, same_bits
 from engine.worker.kernel_figure import BFLOAT16_LIMIT, LIMIT, KernelFigure, error_of, float64_of
-from engine.worker.kv_cache import BatchKVLayer, Cursor
+from engine.worker.kv_layer import BatchKVLayer
 from engine.worker.patches import (
     convolutions,
     experts_cuda,

@@ -10,10 +10,9 @@ from mlx_vlm.models.cache import make_prompt_cache
 
 from engine.config import MTPExact
 from engine.errors import EngineFailed
-from engine.worker import quantized_kv
 from engine.worker.image_chunk import ImageChunk, masked
 from engine.worker.kv_cache import SequenceCache
-from engine.worker.layer_caches import as_taken, row_caches
+from engine.worker.layer_caches import as_taken, kv_formats, row_caches
 from engine.worker.layer_outputs import ModuleOutputs
 from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCache
 
@@ -183,7 +182,7 @@ class LanguageModel:
         if self.kv_bits == UNQUANTIZED_BITS:
             return [None] * len(cache)
         self.extend(mx.zeros((1, 1), mx.int32), None, cache, np.zeros((3, 1, 1), np.int32), launch=False)
-        return quantized_kv.formats(cache, self.kv_bits)
+        return kv_formats(cache, self.kv_bits)
 
     def _unquantized_cache(self) -> SequenceCache:
         return row_caches(make_prompt_cache(self.lm))

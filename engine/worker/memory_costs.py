@@ -19,7 +19,7 @@ from engine.core.runner import PLAIN, Drafts, ModelRunner
 from engine.protocol import MAX_TOP_LOGPROBS, EngineRequest, SamplingParams
 from engine.worker import devices
 from engine.worker.drafting import most_draft_tokens
-from engine.worker.kv_cache import SLOTS_STEP
+from engine.worker.kv_layer import SLOTS_STEP
 from engine.worker.patches import attention_cpu
 from engine.worker.quantized_kv import KVFormat
 from engine.worker.snapshot import StateSnapshot

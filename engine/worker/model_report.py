@@ -33,11 +33,11 @@ from engine.processing.vision_families import whole_prompts
 from engine.worker import loader, memory, mtp_loader
 from engine.worker.encoder_loader import NO_TEXT, open_encoder
 from engine.worker.fast_paths import FastPaths
-from engine.worker.kv_cache import SLOTS_STEP
+from engine.worker.kv_layer import SLOTS_STEP
 from engine.worker.language_model import LanguageModel
+from engine.worker.layer_kinds import appends, kind_of
 from engine.worker.mtp import MTP
 from engine.worker.prompt_lookup import PromptLookup
-from engine.worker.row_kinds import appends, is_recurrent, kind_of
 from engine.worker.window_layer import ring_bytes, slot_bytes
 
 CONTEXTS = (8192, 32768, 131072)
@@ -65,13 +65,13 @@ class RowBytes:
         language_model.extend(mx.zeros((1, 1), mx.int32), None, cache, np.zeros((3, 1, 1), np.int32), launch=False)
         windows = [layer for layer in cache if kind_of(layer).window(layer)]
         attention = [layer for layer in cache if appends(layer)]
-        recurrent = list(filter(is_recurrent, cache))
+        states = [layer for layer in cache if not appends(layer) and not kind_of(layer).window(layer)]
         largest, window_slots, smaller = ring_bytes([(layer.max_size, _slot_bytes(layer)) for layer in windows])
         return cls(
             math.ceil(sum(_slot_bytes(layer) / kind_of(layer).tokens_per_slot(layer) for layer in attention)),
             sum(largest),
             window_slots,
-            sum(smaller) + sum(layer.nbytes for layer in recurrent),
+            sum(smaller) + sum(layer.nbytes for layer in states),
             max((one.token_bytes for one in language_model.kv_formats if one is not None), default=0),
         )
 

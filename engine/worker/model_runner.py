@@ -52,6 +52,7 @@ from engine.worker.decode_batch import DecodeBatch
 from engine.worker.drafting import hidden_bytes, most_pending
 from engine.worker.fast_paths import FastPaths
 from engine.worker.language_model import LanguageModel
+from engine.worker.layer_kinds import appends, kind_of
 from engine.worker.log_odds import log_odds, unsupported_reason
 from engine.worker.mtp import MTP
 from engine.worker.patches import quantized_cuda
@@ -60,8 +61,6 @@ from engine.worker.prefill import Prefill, PromptState, first_tokens
 from engine.worker.processors import advance_matcher
 from engine.worker.proposer import Target
 from engine.worker.proposers import loaded_proposer, offered
-from engine.worker.quantized_kv import format_of
-from engine.worker.row_kinds import appends
 from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays
 from engine.worker.vision import VisionEncoder
 from engine.worker.vision_towers import make_tower
@@ -200,7 +199,7 @@ class MLXRunner:
     def _measured_costs(self, a_snapshot: StateSnapshot, num_heads: int) -> MemoryCosts:
         head_cache = [] if self._head is None else self._head.make_cache()
         cache = [*self._language_model.make_cache(), *head_cache]
-        kv_formats = [format_of(layer) for layer in cache if appends(layer)]
+        kv_formats = [kind_of(layer).kv_format(layer) for layer in cache if appends(layer)]
         quantized = [kv_format for kv_format in kv_formats if kv_format is not None]
         pending = most_pending(self._head, self.drafts), hidden_bytes(self._head, self._language_model)
         head = sum(map(appends, head_cache)), *pending

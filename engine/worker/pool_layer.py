@@ -13,10 +13,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_vlm.models.cache import KVCache, RotatingKVCache
+from mlx_vlm.models.cache import KVCache, PoolingCache, RotatingKVCache
 
 from engine.worker.batch_layer import BatchLayer
-from engine.worker.window_layer import BatchWindowLayer, ring_slots
+from engine.worker.burst_layer import BurstLayer
+from engine.worker.kv_layer import KVKind
+from engine.worker.window_layer import BatchWindowLayer, BurstWindow, WindowKind, ring_slots
 
 OVERLAPPING_RATIO = 4
 """Tokens per entry of the pools whose windows overlap (mlx_vlm 0.7.10, models/deepseek_v4/language.py)."""
@@ -64,7 +66,7 @@ class PoolInputs(RotatingKVCache):
 class BatchPoolInputs(BatchWindowLayer):
     """The last values and gates of all rows, as a ring."""
 
-    row_kind = PoolInputs
+    row_class = PoolInputs
 
     def update_windows(self, kv: mx.array, gate: mx.array, ratio: int, num_before: int) -> Windows:
         """Write values and gates [B, L, dim] at the cursor; return all windows that may be complete."""
@@ -100,14 +102,14 @@ class BatchPoolLayer(BatchLayer):
         keys: [B, 1, slots, dim].
         values: [B, 1, slots, 0].
         ratio: Tokens per entry.
-        cursor: Where the rows write, in tokens; see kv_cache.Cursor.
+        cursor: Where the rows write, in tokens; see Cursor.
     """
 
     appends = True
 
     def __init__(self, keys: mx.array, values: mx.array, ratio: int, cursor: Any):
         self.keys, self.values = keys, values
-        self.ratio = self.tokens_per_slot = ratio
+        self.ratio = ratio
         self.cursor = cursor
 
     @classmethod
@@ -221,6 +223,65 @@ class PoolingLayer:
         """
         ends = mx.array(offset).reshape(-1, 1, 1) + mx.arange(1, num_new + 1)[:, None]
         return mx.arange(self._num_seen) < ends // self._ratio
+
+
+class BurstPoolInputs(BurstWindow):
+    """The values and gates of all prompts from which a pool makes its next entries."""
+
+    def update_windows(self, kv: mx.array, gate: mx.array, ratio: int, num_before: int) -> Windows:
+        """Append values and gates [B, L, dim]; return all windows that may be complete."""
+        fetched = self.update_and_fetch(kv[:, None], gate[:, None])
+        first, positions = window_positions(self.starts, kv.shape[1], ratio, num_before)
+        slots = positions - (self.starts - mx.array(self._num_before, mx.int32))[:, None]
+        pairs = zip(self._starts, self._lengths, strict=True)
+        kv, gate = at_slots(fetched, slots)
+        return kv, gate, first, [(start + new) // ratio - start // ratio for start, new in pairs]
+
+
+class BurstPool(BurstLayer):
+    """The entries of all prompts' pools: each appends its own, and attention sees them padded."""
+
+    def write(self, entries: mx.array, num_complete: Sequence[int]) -> mx.array:
+        """Append each prompt's first entries of [B, n, dim]; return all, [B, slots, dim]."""
+        rows = [
+            cache.write(mx.contiguous(entries[i : i + 1]), count)
+            for i, (cache, count) in enumerate(zip(self._caches, num_complete, strict=True))
+        ]
+        longest = max(row.shape[1] for row in rows)
+        return mx.concatenate([mx.pad(row, [(0, 0), (0, longest - row.shape[1]), (0, 0)]) for row in rows])
+
+
+class PoolInputsKind(WindowKind):
+    """The tokens of which a pool makes its next entries."""
+
+    library = ()
+    rows = (PoolInputs,)
+    batch = BatchPoolInputs
+    burst = BurstPoolInputs
+
+
+class PoolKind(KVKind):
+    """Entries that stand for several tokens each, behind the tokens of which the next are made."""
+
+    library = (PoolingCache,)
+    rows = (PooledCache,)
+    batch = BatchPoolLayer
+    burst = BurstPool
+
+    def row_caches(self, cache: PoolingCache) -> tuple[PoolInputs, PooledCache]:
+        return pool_caches(cache.ratio)
+
+    def as_taken(self, cache: PoolingCache, caches: Iterator[Any]) -> PoolingLayer:
+        return PoolingLayer(next(caches), next(caches), cache.ratio)
+
+    def tokens_per_slot(self, cache: PoolingCache | PooledCache) -> int:
+        return cache.ratio
+
+    def num_slots(self, cache: Any, num_tokens: int) -> int:
+        return pool_slots(num_tokens, cache.ratio)
+
+    def num_lacking(self, cache: Any, num_tokens: int, inputs_lack: int) -> int:
+        return inputs_lack
 
 
 def window_positions(starts: mx.array, num_new: int, ratio: int, num_before: int) -> tuple[mx.array, mx.array]:

@@ -16,11 +16,12 @@ from engine.errors import InvalidRequest
 from engine.protocol import ImagePatches
 from engine.worker.drafter import DraftingModel
 from engine.worker.image_chunk import ImageChunk
-from engine.worker.kv_cache import SequenceCache, num_bytes, slots_like
+from engine.worker.kv_cache import SequenceCache, num_bytes
+from engine.worker.kv_layer import slots_like
 from engine.worker.language_model import LanguageModel
+from engine.worker.layer_kinds import appends, kind_of
 from engine.worker.pooling import PooledStates
 from engine.worker.prompt_logprobs import CHUNK_TOKENS, PromptLogprobs
-from engine.worker.row_kinds import appends, kind_of
 from engine.worker.sampling_batch import SamplingBatch
 from engine.worker.snapshot import (
     KeysValues,

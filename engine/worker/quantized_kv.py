@@ -14,9 +14,7 @@ attention these are the latents and the rotated part of the keys. Sliding window
 computed: neither grows with the context.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 from mlx_vlm.models.cache import KVCache
@@ -146,33 +144,3 @@ class QuantizedKVCache(KVCache):
         """Append keys and values [1, heads, L, head_dim]; return those of all tokens, dequantized."""
         packed = super().update_and_fetch(*self.kv_format.pack(keys, values))
         return self.kv_format.unpack(*packed)
-
-
-def format_of(cache: Any) -> KVFormat | None:
-    """Return how a row's layer packs its keys and values; None if they are stored as computed."""
-    return cache.kv_format if isinstance(cache, QuantizedKVCache) else None
-
-
-def formats(cache: Sequence[Any], bits: int) -> list[KVFormat | None]:
-    """Return the formats of all layers from a row's caches after any token, whose arrays need not be evaluated.
-
-    Args:
-        cache: The caches; layers of other kinds than KVCache have no format.
-        bits: Of a quantized value.
-
-    Raises:
-        ValueError: A layer cannot be stored with these bits, or none stores keys and values of all tokens.
-    """
-    found = [_format(i, layer, bits) if type(layer) is KVCache else None for i, layer in enumerate(cache)]
-    if not any(found):
-        raise ValueError("no layer stores keys and values of all tokens, so that it would have no effect")
-    return found
-
-
-def _format(i: int, layer: KVCache, bits: int) -> KVFormat:
-    keys, values = layer.keys, layer.values
-    assert keys is not None and values is not None
-    try:
-        return KVFormat.of(keys, values, bits)
-    except ValueError as error:
-        raise ValueError(f"layer {i} has keys or values of {error}") from error

@@ -1,4 +1,4 @@
-"""The states of one recurrent layer of a decode group, which can return to the state after any verified token."""
+"""Recurrent layers: of one row, in a burst, and in a decode group, which can return to the state after any token."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -6,8 +6,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import ArraysCache
 
+from engine.processing.reference_config import RECURRENT, Reach
 from engine.worker.batch_layer import BatchLayer
+from engine.worker.burst_layer import BurstLayer
 from engine.worker.delta_rule import Factors
+from engine.worker.layer_kind import LayerKind
 
 
 class NotRewindable(Exception):
@@ -150,6 +153,70 @@ class BatchRecurrentLayer(BatchLayer, _Library):
 
     def select(self, rows: mx.array, num_slots: int) -> "BatchRecurrentLayer":
         return BatchRecurrentLayer([slot[rows] for slot in self.slots])
+
+
+class BurstStates(BurstLayer, _Library):
+    """One recurrent layer of all prompts, with slots (convolution window, state), as the library's ArraysCache."""
+
+    left_padding = None
+
+    @property
+    def lengths(self) -> mx.array | None:
+        return self._forward.own
+
+    @property
+    def rows(self) -> list[tuple[ArraysCache, int]]:
+        """The prompts' caches, with the number of each prompt's own tokens."""
+        return list(zip(self._caches, self._forward.lengths, strict=True))
+
+    def __getitem__(self, index: int) -> mx.array | None:
+        """Return a slot of all prompts [B, ...]; None if no prompt has begun."""
+        states = [cache.cache[index] for cache in self._caches]
+        like = next((state for state in states if state is not None), None)
+        if like is None:
+            return None
+        return stacked([mx.zeros_like(like) if state is None else state for state in states])
+
+    def __setitem__(self, index: int, value: mx.array) -> None:
+        """Store a slot of all prompts; the family has selected the rows' own values."""
+        for i, cache in enumerate(self._caches):
+            cache.cache[index] = mx.contiguous(value[i : i + 1])
+        mx.async_eval([cache.cache[index] for cache in self._caches])  # free the batched state before the next layer
+
+    def make_mask(self, num_new: int) -> mx.array | None:
+        """Return which tokens are a prompt's own, bool [B, num_new]; None if all are."""
+        return None if self.lengths is None else mx.arange(num_new) < self.lengths[:, None]
+
+    def advance(self, num_new: int) -> None:
+        """Do nothing: the layer serves one forward."""
+
+    def update_window(self, index: int, source: mx.array, width: int, *, lengths: mx.array | None = None) -> None:
+        """Store the windows. source [B, width + L, channels]: the window after n tokens is source[:, n : n + width]."""
+        for i, (cache, length) in enumerate(self.rows):
+            cache.cache[index] = mx.contiguous(source[i : i + 1, length : length + width])
+
+    def update_recurrent(self, index: int, length: int, update: Callable[..., Any]) -> tuple[mx.array, mx.array]:
+        output, state = update(self[index], None)[:2]
+        self[index] = state
+        return output, state
+
+
+class RecurrentKind(LayerKind):
+    """A state for all tokens."""
+
+    library = rows = (ArraysCache,)
+    batch = BatchRecurrentLayer
+    burst = BurstStates
+    is_recurrent = True
+
+    def reach(self, cache: ArraysCache) -> Reach:
+        return RECURRENT
+
+    def state(self, cache: Any) -> tuple[mx.array, ...]:
+        return tuple(cache.cache)
+
+    def set_state(self, cache: ArraysCache, state: tuple[mx.array, ...], num_tokens: int) -> None:
+        cache.cache = list(state)
 
 
 def stacked(slots: Sequence[mx.array]) -> mx.array:

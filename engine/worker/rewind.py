@@ -3,15 +3,15 @@
 import mlx.core as mx
 import numpy as np
 
-from engine.worker import row_kinds
 from engine.worker.kv_cache import BatchCache
 from engine.worker.language_model import LanguageModel
+from engine.worker.layer_kinds import is_recurrent
 from engine.worker.recurrent_layer import NotRewindable
 
 
 def has_recurrent_layers(language_model: LanguageModel) -> bool:
     """Return whether any layer has a recurrent state."""
-    return any(map(row_kinds.is_recurrent, language_model.make_cache()))
+    return any(map(is_recurrent, language_model.make_cache()))
 
 
 def rewind_unsupported_reason(language_model: LanguageModel) -> str | None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from engine.core.runner import SEGMENT_ARRAYS
 from engine.worker.kv_cache import SequenceCache
-from engine.worker.row_kinds import appends, kind_of
+from engine.worker.layer_kinds import appends, kind_of
 
 SMALL_BYTES = 2**22
 """Smaller arrays are copied: the 16 KiB that a slice may keep alive are less than half a percent of larger ones."""

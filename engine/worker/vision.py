@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.processing.patch_normalization import PatchNormalization
-from engine.processing.vision_family import LayerKind
+from engine.processing.vision_family import AttentionKind
 from engine.protocol import ImagePatches
 from engine.worker.vision_tower import Grid, TowerState, VisionTower
 
@@ -42,7 +42,7 @@ class VisionEncoder:
         tower: VisionTower,
         normalization: PatchNormalization,
         max_bytes: int,
-        both_ways: frozenset[LayerKind] = frozenset(),
+        both_ways: frozenset[AttentionKind] = frozenset(),
         adds_features: bool = False,
     ):
         self.both_ways, self.adds_features = both_ways, adds_features

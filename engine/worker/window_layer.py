@@ -1,4 +1,4 @@
-"""Attention layers with a sliding window, in a decode group: a ring of the window's size per row.
+"""Attention layers with a sliding window: of one row, in a burst, and as a ring of the window's size in a decode group.
 
 The token at position p lies in slot p mod R of its row. R exceeds the window by RING_MARGIN, so that neither rejected
 drafts nor the tokens that are computed after a row's last one overwrite what the row still sees. The host need not know
@@ -11,7 +11,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.cache import RotatingKVCache
 
+from engine.processing.reference_config import Reach
 from engine.worker.batch_layer import BatchLayer, SeenSlots
+from engine.worker.burst_layer import BurstAttention, Forward
+from engine.worker.layer_kind import LayerKind
 
 RING_MARGIN = 32
 """Slots of a ring beyond its window; bounds the tokens per step and the tokens computed after a row's last one."""
@@ -24,16 +27,16 @@ class BatchWindowLayer(BatchLayer):
         keys: [B, heads, slots, head_dim]; at most `ring_slots(window)` slots, fewer while no row has reached them.
         values: Likewise.
         window: How many tokens a token sees, itself included.
-        cursor: Where the rows write, see kv_cache.Cursor.
+        cursor: Where the rows write, see Cursor.
     """
 
     margin = RING_MARGIN
-    row_kind: type[RotatingKVCache] = RotatingKVCache  # of one row's cache
+    row_class: type[RotatingKVCache] = RotatingKVCache  # of one row's cache
 
     @classmethod
     def of(cls, cache: RotatingKVCache, cursor: Any) -> "BatchWindowLayer":
         """Return a layer with one row, whose cache this is."""
-        assert not cache.keep, "unserved_reason names windows that keep their first tokens"
+        assert not cache.keep, "WindowKind refuses windows that keep their first tokens"
         window = cache.max_size
         keys, values = last_tokens(cache)
         if cache.offset > ring_slots(window) or keys.shape[2] < cache.offset:
@@ -121,7 +124,7 @@ class BatchWindowLayer(BatchLayer):
         first = max(num_tokens - self.window, 0)
         slots = mx.arange(first, num_tokens) % ring_slots(self.window)
         keys, values = (array[index : index + 1][:, :, slots] for array in self.state)
-        cache = self.row_kind(max_size=self.window)
+        cache = self.row_class(max_size=self.window)
         cache.keys, cache.values = keys, values
         cache.offset, cache._idx = num_tokens, keys.shape[2]
         return cache
@@ -146,6 +149,50 @@ class BatchWindowLayer(BatchLayer):
     def _allocated(self, num_slots: int) -> int:
         step = RotatingKVCache.step
         return min(-(-num_slots // step) * step, ring_slots(self.window))
+
+
+class BurstWindow(BurstAttention):
+    """One sliding-window layer of all prompts."""
+
+    def __init__(self, caches: Sequence[RotatingKVCache], forward: Forward):
+        self._window = self.max_size = caches[0].max_size
+        super().__init__(caches, forward)
+
+    def _kept_before(self, cache: RotatingKVCache) -> tuple[mx.array, mx.array] | None:
+        return last_tokens(cache) if cache.offset else None
+
+
+class WindowKind(LayerKind):
+    """Keys and values of the last tokens."""
+
+    library = rows = (RotatingKVCache,)
+    batch = BatchWindowLayer
+    burst = BurstWindow
+    attention = "window"
+
+    def unserved_reason(self, cache: RotatingKVCache) -> str | None:
+        if not cache.keep:
+            return None
+        return f"has a window that keeps its first {cache.keep} tokens; other windows are served"
+
+    def reach(self, cache: RotatingKVCache) -> Reach:
+        return cache.max_size
+
+    def window(self, cache: RotatingKVCache) -> int:
+        return cache.max_size
+
+    def num_lacking(self, cache: RotatingKVCache, num_tokens: int, inputs_lack: int) -> int:
+        return num_tokens - cache.offset
+
+    def newest(self, cache: RotatingKVCache) -> list[mx.array]:
+        return [array[..., -1:, :] for array in last_tokens(cache)] if cache.offset else []
+
+    def state(self, cache: RotatingKVCache) -> tuple[mx.array, ...]:
+        return tuple(map(mx.contiguous, last_tokens(cache)))
+
+    def set_state(self, cache: RotatingKVCache, state: tuple[mx.array, ...], num_tokens: int) -> None:
+        cache.keys, cache.values = map(mx.contiguous, state)  # its own array objects, which it writes into
+        cache.offset, cache._idx = num_tokens, state[0].shape[2]
 
 
 def ring_slots(window: int) -> int:

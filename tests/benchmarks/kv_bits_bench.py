@@ -33,11 +33,12 @@ from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import loader
 from engine.worker.drafting_head import DraftingHead
 from engine.worker.heads.qwen import QwenHead
-from engine.worker.kv_cache import SLOTS_STEP
+from engine.worker.kv_layer import SLOTS_STEP
 from engine.worker.language_model import LanguageModel
+from engine.worker.layer_kinds import kind_of
 from engine.worker.model_report import RowBytes
 from engine.worker.model_runner import MLXRunner, load_runner
-from engine.worker.quantized_kv import UNQUANTIZED_BITS, format_of
+from engine.worker.quantized_kv import UNQUANTIZED_BITS
 from tests.benchmarks.measure import Spread, heading, table
 from tests.benchmarks.step_bench import SHAPES, text_config
 from tests.demo_model.tasks.sample import END_OF_TURN, Sample, prompt_and_answer
@@ -152,7 +153,7 @@ def costs_of_shape(name: str, bits: int) -> MemoryCosts:
     language_model = LanguageModel(module.language_model, kv_bits=bits)
     row, layer = RowBytes.of(language_model), DraftingHead(head, language_model).make_cache()[0]
     head_bytes = sum(array.shape[1] * array.shape[3] * array.dtype.size for array in (layer.keys, layer.values))
-    kv_format = format_of(layer)
+    kv_format = kind_of(layer).kv_format(layer)
     return MemoryCosts(
         token_bytes=row.per_token + head_bytes,
         state_bytes=row.fixed,

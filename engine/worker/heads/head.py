@@ -60,7 +60,7 @@ class Head(Protocol):
 
     @property
     def as_offset(self) -> bool:
-        """Whether its layers take positions from their cache; see kv_cache.Cursor."""
+        """Whether its layers take positions from their cache; see Cursor."""
         ...
 
     @property

@@ -23,7 +23,8 @@ from engine.worker.heads.head import Head, SharesTarget
 from engine.worker.heads.head_files import check_fit, has_tensors, split_tensors
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import config_of
-from engine.worker.layer_caches import is_combined, single_caches
+from engine.worker.layer_caches import single_caches
+from engine.worker.layer_kinds import is_combined
 
 OWN_NAMES = {
     "enorm.weight": "embedding_norm.weight",

@@ -12,14 +12,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_vlm.models import base
-from mlx_vlm.models.cache import KVCache
 from mlx_vlm.models.llama import language as llama
 from mlx_vlm.models.qwen2 import language as qwen2
 from mlx_vlm.models.qwen3 import language as qwen3
 from mlx_vlm.models.qwen3_5 import language as qwen3_5
 from mlx_vlm.models.qwen3_vl import language as qwen3_vl
 
-from engine.worker.quantized_kv import QuantizedKVCache
+from engine.worker.layer_kinds import keeps_all
 
 MODULES = (llama, qwen2, qwen3, qwen3_5, qwen3_vl)
 
@@ -35,8 +34,7 @@ def attention(
     queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any, sinks: Any = None
 ) -> mx.array:
     """Compute attention in the place of `mlx_vlm.models.base.scaled_dot_product_attention`."""
-    is_of_one_row = type(cache) in (KVCache, QuantizedKVCache)
-    is_ours = is_of_one_row and queries.dtype == keys.dtype == values.dtype == mx.float32 and sinks is None
+    is_ours = keeps_all(cache) and queries.dtype == keys.dtype == values.dtype == mx.float32 and sinks is None
     is_causal = isinstance(mask, str) and mask == "causal"
     if not is_ours or queries.shape[2] < MIN_QUERIES or not (is_causal or mask is None):
         return _library(queries, keys, values, cache, scale, mask, sinks)

@@ -12,6 +12,7 @@ import mlx.core as mx
 from mlx_vlm.models.qwen3_5.language import Qwen3_5GatedDeltaNet
 
 from engine.worker.cuda_kernel import CudaKernel, short
+from engine.worker.layer_kinds import in_group
 from engine.worker.recurrent_layer import BatchRecurrentLayer
 
 MAX_TOKENS = 16
@@ -126,7 +127,7 @@ def is_supported(layer: Any, inputs: mx.array, mask: mx.array | None, cache: Any
     """Return whether the kernel computes the layer's forward of inputs [B, L, hidden size]."""
     return (
         type(layer) is Qwen3_5GatedDeltaNet
-        and isinstance(cache, BatchRecurrentLayer)
+        and in_group(cache)
         and mask is None
         and inputs.shape[1] <= MAX_TOKENS
         and layer.head_k_dim % 32 == 0

@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_vlm.models.qwen3_5 import gated_delta, language, speculative_verifier
 
 from engine.worker import delta_rule
+from engine.worker.layer_kinds import in_group
 from engine.worker.recurrent_layer import BatchRecurrentLayer
 
 _library = gated_delta.gated_delta_update
@@ -19,8 +20,8 @@ _library = gated_delta.gated_delta_update
 def _gated_delta_update(
     q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, **kwargs: Any
 ) -> Any:
-    cache = kwargs.get("cache")
-    if not (isinstance(cache, BatchRecurrentLayer) and cache.recording and kwargs.get("mask") is None):
+    cache: Any = kwargs.get("cache")
+    if not (in_group(cache) and cache.recording and kwargs.get("mask") is None):
         return _library(q, k, v, a, b, A_log, dt_bias, **kwargs)
     g, beta = gated_delta._compute_g_beta(A_log, a, b, dt_bias)
     index = kwargs.get("cache_index", 1)

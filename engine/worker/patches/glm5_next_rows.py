@@ -10,11 +10,12 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_vlm.models.base import scaled_dot_product_attention
-from mlx_vlm.models.cache import CacheList, KVCache, PoolingCache
+from mlx_vlm.models.cache import CacheList, KVCache
 from mlx_vlm.models.glm5_next import language
 from mlx_vlm.models.glm5_next.language import Glm5NextAttention, Glm5NextIndexer, LanguageModel
 from mlx_vlm.models.linear import linear
 
+from engine.worker.layer_kinds import is_combined, is_replaced
 from engine.worker.patches.deepseek_v4_pools import GATHERED_QUERIES, SCORED_PAIRS, slices
 from engine.worker.patches.row_positions import positions_of
 
@@ -33,8 +34,8 @@ def _make_cache(self: Any) -> list[Any]:
 def kept_caches(layers: list[Any]) -> list[Any]:
     """Return the library's caches but those for padding and for projected keys."""
     for i, layer in enumerate(layers):
-        if isinstance(layer, CacheList):
-            pools = [cache for cache in layer.caches if isinstance(cache, PoolingCache)]
+        if is_combined(layer):
+            pools = [cache for cache in layer.caches if is_replaced(cache)]
             layers[i] = CacheList(KVCache(), *pools)
     return layers
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_vlm.models.base import create_attention_mask, scaled_dot_product_attention
-from mlx_vlm.models.cache import ChunkedKVCache
 from mlx_vlm.models.llama4.language import Attention, LlamaModel
 
+from engine.worker.layer_kinds import is_replaced
 from engine.worker.patches.row_positions import positions_of
 
 LIBRARY: dict[Any, Any] = {module: module.__call__ for module in (Attention, LlamaModel)}
@@ -22,7 +22,7 @@ def _forward(
     self: Any, input_ids: Any = None, input_embeds: Any = None, mask: Any = None, cache: Any = None
 ) -> mx.array:
     """Compute the layers; the library's own forward does so for its own caches, which have no mask of chunks."""
-    if cache is None or isinstance(cache[0], ChunkedKVCache):
+    if cache is None or is_replaced(cache[0]):
         return LIBRARY[LlamaModel](self, input_ids, input_embeds, mask, cache)
     hidden = self.embed_tokens(input_ids) if input_embeds is None else input_embeds
     masks: dict[bool, Any] = {}

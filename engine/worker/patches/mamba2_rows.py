@@ -25,9 +25,8 @@ from mlx_vlm.models.nemotron_h.language import NemotronHMamba2Mixer
 from mlx_vlm.models.plamo2vl.language import Mamba
 from mlx_vlm.models.ssm import compute_dt, ssm_update
 
-from engine.worker.burst import BurstStates
 from engine.worker.delta_rule import Factors
-from engine.worker.recurrent_layer import BatchRecurrentLayer
+from engine.worker.layer_kinds import in_burst, in_group
 
 LIBRARY: dict[Any, tuple[Any, Any]] = {
     mixer: (mixer._conv, mixer._ssm)
@@ -39,7 +38,7 @@ TIME_STEP_LIMIT: tuple[float, float] = signature(ssm_update).parameters["time_st
 
 
 def _conv(self: Any, inputs: mx.array, cache: Any, mask: mx.array | None) -> mx.array:
-    if not (isinstance(cache, BatchRecurrentLayer) and cache.recording):
+    if not (in_group(cache) and cache.recording):
         return LIBRARY[type(self)][0](self, inputs, cache, mask)
     source = mx.concatenate([cache[0], inputs], axis=1)
     cache.update_window(0, source, self.conv_kernel_size - 1)
@@ -55,13 +54,13 @@ def _ssm(
     steps [B, L, heads] before their bias.
     """
     library = LIBRARY[type(self)][1]
-    if isinstance(cache, BurstStates) and cache.lengths is not None:
+    if in_burst(cache) and cache.lengths is not None:
         outputs = [
             library(self, *(each[i : i + 1, :length] for each in (x, keys, queries, dt)), row, None)
             for i, (row, length) in enumerate(cache.rows)
         ]
         return mx.concatenate([mx.pad(y, [(0, 0), (0, x.shape[1] - y.shape[1]), (0, 0)]) for y in outputs])
-    if not (isinstance(cache, BatchRecurrentLayer) and cache.recording):
+    if not (in_group(cache) and cache.recording):
         return library(self, x, keys, queries, dt, cache, mask)
     state: Any = cache[1]
     unwritten = ArraysCache(2)

@@ -20,7 +20,7 @@ from mlx_vlm.models.qwen3_5.language import (
     Qwen3_5MLP,
 )
 
-from engine.worker.kv_cache import BatchKVLayer
+from engine.worker.layer_kinds import in_group
 from engine.worker.patches import delta_layer_cuda, few_rows_cuda, rotated_heads_cuda, step_attention_cuda
 
 _library_recurrent: Any = Qwen3_5GatedDeltaNet.__call__
@@ -83,7 +83,7 @@ def attention(
 
 def _sees_all(mask: Any, cache: Any) -> bool:
     """Return whether each token sees all earlier ones of its row, and the mask has the length of what is fetched."""
-    return type(cache) is BatchKVLayer or (cache is not None and not isinstance(mask, mx.array))
+    return (in_group(cache) and cache.appends) or (cache is not None and not isinstance(mask, mx.array))
 
 
 def mlp(self: Any, x: mx.array, to: mx.array | None = None, norm: Any = None) -> mx.array:

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_vlm.models.qwen4_exp.language import LanguageModel, Qwen4ExpNGramEmbedding, Qwen4ExpQSAIndexer
 
-from engine.worker.indexed_cache import IndexedCache
+from engine.worker.layer_kinds import is_replaced
 from engine.worker.patches.row_positions import positions_of
 
 LIBRARY: dict[str, Any] = {
@@ -24,7 +24,7 @@ LIBRARY: dict[str, Any] = {
 
 def _select(self: Any, qk: mx.array, cache: Any, position_ids: Any) -> SimpleNamespace | None:
     """Return which blocks of keys each query sees, as the library's method; None if these are all."""
-    if not isinstance(cache, IndexedCache):
+    if cache is None or is_replaced(cache):
         return LIBRARY["select"](self, qk, cache, position_ids)
     batch, length, _ = qk.shape
     ends = positions_of(cache.starts, length) + 1

@@ -12,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 
 from engine.worker.cuda_kernel import CudaKernel, short
-from engine.worker.kv_cache import BatchKVLayer
+from engine.worker.kv_layer import BatchKVLayer
+from engine.worker.layer_kinds import in_group
 
 MAX_TOKENS = 16
 """More tokens per row than this are computed by the library's operations."""
@@ -141,7 +142,8 @@ def is_supported(layer: Any, x: mx.array, cache: Any) -> bool:
     """Return whether the kernels attend to the cache for a Qwen3_5Attention's inputs x [B, L, hidden size]."""
     queries_per_key, rest = divmod(layer.num_attention_heads, layer.num_key_value_heads)
     return (
-        type(cache) is BatchKVLayer
+        in_group(cache)
+        and cache.appends
         and cache.kv_format is None
         and cache.keys.dtype == cache.values.dtype == x.dtype
         and x.shape[1] <= MAX_TOKENS

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_vlm.models.cache import ArraysCache, KVCache
+from mlx_vlm.models.cache import KVCache
 
 from engine.errors import EngineFailed
+from engine.worker.layer_kinds import is_recurrent, keeps_all
 
 POOL = 13
 """Scores are averaged over this many neighbours, because a single token says little about its surroundings."""
@@ -105,9 +106,7 @@ def attention_layers(blocks: Sequence[Any], cache: Sequence[Any]) -> list[Attent
     Raises:
         EngineFailed: A layer cannot be read; the message names it.
     """
-    layers = [
-        _attention_layer(i, block, kind) for i, (block, kind) in enumerate(zip(blocks, map(type, cache), strict=True))
-    ]
+    layers = [_attention_layer(i, block, one) for i, (block, one) in enumerate(zip(blocks, cache, strict=True))]
     if not any(layers):
         raise EngineFailed(f"none of the {len(layers)} layers has attention")
     return layers
@@ -152,12 +151,12 @@ def _cached(cache: KVCache) -> tuple[mx.array, mx.array]:
     return keys, cache.values  # type: ignore[return-value]
 
 
-def _attention_layer(index: int, block: Any, kind: type) -> AttentionLayer | None:
-    if kind is ArraysCache:
+def _attention_layer(index: int, block: Any, cache: Any) -> AttentionLayer | None:
+    if is_recurrent(cache):
         return None
     name = f"layer {index} ({type(block).__name__})"
-    if kind is not KVCache:  # exact type: subclasses store their keys differently
-        raise EngineFailed(f"{name} stores its keys in a {kind.__name__}, which does not keep all of them")
+    if not keeps_all(cache):
+        raise EngineFailed(f"{name} stores its keys in a {type(cache).__name__}, which does not keep all of them")
     for part in BLOCK_PARTS:
         if not hasattr(block, part):
             raise EngineFailed(f"{name} has no {part}")

@@ -12,9 +12,10 @@ from engine.errors import EngineFailed
 from engine.processing.checkpoint import draft_of, read_optional_json
 from engine.spec_prefill_config import SpecPrefillConfig
 from engine.worker import devices, loader, memory, patches
-from engine.worker.kv_cache import SequenceCache, num_bytes, rounded
+from engine.worker.kv_cache import SequenceCache, num_bytes
+from engine.worker.kv_layer import rounded
 from engine.worker.language_model import LanguageModel
-from engine.worker.row_kinds import appends
+from engine.worker.layer_kinds import appends
 from engine.worker.spec_prefill.attention import AttentionTrace, attention_layers, importance
 
 PROBE_TOKENS = 48

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from engine.core.spec_prefill.plan import ScoreRequest
 from engine.errors import InvalidRequest
-from engine.worker.kv_cache import SLOTS_STEP, rounded
+from engine.worker.kv_layer import SLOTS_STEP, rounded
 
 
 @dataclass(frozen=True)

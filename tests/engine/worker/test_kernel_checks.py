@@ -13,7 +13,7 @@ from mlx_vlm.models.rope_utils import MRoPERotaryEmbedding
 from engine.worker import device_facts, kernel_checks, patches
 from engine.worker.kernel_checks import KERNEL_CHECKS
 from engine.worker.kernel_figure import KernelFigure
-from engine.worker.kv_cache import BatchKVLayer
+from engine.worker.kv_layer import BatchKVLayer
 
 
 @pytest.fixture(autouse=True)

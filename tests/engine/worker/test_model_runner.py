@@ -13,7 +13,7 @@ from engine.core.row import Row
 from engine.core.runner import PLAIN
 from engine.protocol import EngineRequest, FinishReason
 from engine.worker import decode, warm_up
-from engine.worker.kv_cache import BatchKVLayer
+from engine.worker.kv_layer import BatchKVLayer
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.recurrent_layer import BatchRecurrentLayer
 from engine.worker.sampler import Sampler

@@ -11,7 +11,8 @@ import pytest
 from mlx_vlm.models.cache import BatchPoolingCache
 from mlx_vlm.models.glm5_next.language import Glm5NextAttention, LanguageModel
 
-from engine.worker.kv_cache import BatchKVLayer, Cursor
+from engine.worker.cursor import Cursor
+from engine.worker.kv_layer import BatchKVLayer
 from engine.worker.patches import glm5_next_rows
 from engine.worker.patches.glm5_next_rows import LIBRARY
 from tests.support.families import FAMILIES

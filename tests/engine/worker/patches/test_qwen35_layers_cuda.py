@@ -14,8 +14,9 @@ from mlx_vlm.models.cache import ArraysCache, KVCache
 from mlx_vlm.models.qwen3_5 import language
 from mlx_vlm.models.rope_utils import apply_multimodal_rotary_pos_emb
 
+from engine.worker.cursor import Cursor
 from engine.worker.decoder_layer_checks import LAYERS
-from engine.worker.kv_cache import BatchKVLayer, Cursor
+from engine.worker.kv_layer import BatchKVLayer
 from engine.worker.patches import (
     delta_layer_cuda,
     few_rows_cuda,
