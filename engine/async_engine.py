@@ -119,7 +119,7 @@ class AsyncEngine:
             MemoryExceeded: Prompt and output do not fit into the memory.
             Unavailable: The engine is not ready, draining, or short of memory.
         """
-        arrived_s, core = time.monotonic(), self._admit(request)
+        arrived_s, core = time.monotonic(), self._core_for(request)
         request = core.budget.needs.clamp_max_tokens(request, core.figures.pinned_bytes)
         key, stream = self._open.open(request)
         core.quoter.bookings.sent(request.request_id, key)
@@ -375,7 +375,7 @@ class AsyncEngine:
         is_full = num_open + question.num_choices > self.config.max_running + self.config.max_queue
         return "queue_full" if is_full else None
 
-    def _admit(self, request: EngineRequest) -> EngineCore:
+    def _core_for(self, request: EngineRequest) -> EngineCore:
         """Return the core that will serve the request. Raises what `generate` raises."""
         if (reason := self._thread.unavailable_reason or self._unavailable) is not None:
             raise Unavailable(reason, retry_after.ENGINE_S)

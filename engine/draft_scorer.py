@@ -73,7 +73,7 @@ class AsyncDraftScorer:
             EngineFailed: The scorer is not ready, failed, or was shut down.
         """
         began_s = time.perf_counter()
-        self._admit(request)
+        self._check(request)
         key = f"{request.request_id}#{next(self._serial)}"
         outcome = self._open[key] = asyncio.get_running_loop().create_future()
         self._thread.submit(lambda scorer: scorer.add(key, request))
@@ -137,7 +137,7 @@ class AsyncDraftScorer:
         has_failed_to_load = self._thread.state == "failed" and not self._thread.was_ready
         return "unavailable" if has_failed_to_load else self._thread.state
 
-    def _admit(self, request: ScoreRequest) -> None:
+    def _check(self, request: ScoreRequest) -> None:
         """Check a request against the limits. Raises what `score` raises."""
         if (reason := self._thread.unavailable_reason) is not None:
             raise EngineFailed(reason)

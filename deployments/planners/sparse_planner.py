@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.calls.scorer_client import NoPlan, ScorerClient
 from deployments.requests import ChatRequest, SpecPrefillReport
-from engine.core.spec_prefill.plan import CHUNK_TOKENS, ScoreRequest, find_anchors, why_unfit
+from engine.core.spec_prefill.plan import KEPT_CHUNK_TOKENS, ScoreRequest, find_anchors, why_unfit
 from engine.errors import InvalidRequest
 from engine.processing.tokenizer import ChatTokenizer
 from engine.protocol import EngineRequest, PrefillCost, SparsePlan
@@ -219,7 +219,7 @@ class SparsePlanning:
             is_scored: Whether the prompt has been scored, so that only its cached prefix can have become longer.
         """
         num_behind = len(self._request.token_ids) - num_dense
-        threshold, least = self._config.threshold_tokens, MIN_CHUNKS * CHUNK_TOKENS
+        threshold, least = self._config.threshold_tokens, MIN_CHUNKS * KEPT_CHUNK_TOKENS
         if (dense := self._below_threshold(num_behind, "tokens after the dense prefix")) is not None:
             after = f"{num_behind} tokens after the dense prefix of {num_dense}"
             return Dense("cached", f"cached: {after}, the threshold is {threshold}") if is_scored else dense

@@ -14,7 +14,7 @@ from engine.core.memory.evictable import EvictableMemory
 from engine.core.movable_snapshots import MovableSnapshots
 from engine.core.prefix_cache.cache import PrefixCache
 from engine.core.prefix_cache.loans import MemoryTaken
-from engine.core.progress import Progress
+from engine.core.progress import WorkInProgress
 from engine.core.prompt import Prompt
 from engine.core.quoting.load import LoadRecorder
 from engine.core.quoting.quoter import Quoter
@@ -76,7 +76,7 @@ class EngineCore:
     ):
         self.stats = EngineCounters()
         self.failed_steps_in_a_row = 0
-        self.progress = Progress(("decode", time.num_rows, time.drafts) for time in runner.step_times)
+        self.progress = WorkInProgress(("decode", time.num_rows, time.drafts) for time in runner.step_times)
         self.runner = runner
         self.costs = CostModel(runner.drafts, runner.step_times, runner.chunk_times)
         self._speculation = SpeculationController(config.draft_modes, self.costs, runner.no_drafts)

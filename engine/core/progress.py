@@ -1,4 +1,4 @@
-"""Progress: the work in progress on the device thread, its predicted time and its time limit."""
+"""WorkInProgress: the piece of work that the device thread computes, its predicted time and its time limit."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class Work:
         return FIRST_FACTOR if self.is_first else 1.0
 
 
-class Progress:
+class WorkInProgress:
     """Names the work in progress. The device thread writes it; any thread may read `work`.
 
     Args:

@@ -88,7 +88,7 @@ class Detokenizer:
                 break
             self.num_tokens += 1
             if piece := self._decode(token_id):
-                certain += self._admit(piece)
+                certain += self._certain(piece)
         return certain
 
     def finish(self) -> str:
@@ -96,7 +96,7 @@ class Detokenizer:
         held, self._held = self._held, ""
         return held
 
-    def _admit(self, piece: str) -> str:
+    def _certain(self, piece: str) -> str:
         if not self._stop:
             return piece
         text = self._held + piece

@@ -10,7 +10,7 @@ from engine.processing.grammar import GrammarMatcher
 from engine.protocol import ThoughtSpec
 
 
-class Phase(Enum):
+class AnswerPhase(Enum):
     """Phase of an answer."""
 
     THINKING = "thinking"
@@ -22,7 +22,7 @@ class Phase(Enum):
 class State:
     """State of an answer before the first token of its grammar."""
 
-    phase: Phase
+    phase: AnswerPhase
     """Phase after the forced tokens."""
     forced: tuple[int, ...] = ()
     """Tokens that must come next, in this order."""
@@ -56,32 +56,32 @@ class ThoughtRules:
 
     def next(self, state: State, token_id: int) -> State:
         """Return the state after a token. Raises ValueError for a token that the mask forbids."""
-        if state.phase is Phase.ENDED:
+        if state.phase is AnswerPhase.ENDED:
             return state
         if state.forced and token_id != state.forced[0]:
             raise ValueError(f"token {token_id} was sampled, but token {state.forced[0]} is forced")
         if token_id in self._stop_token_ids:
-            return State(Phase.ENDED)
+            return State(AnswerPhase.ENDED)
         if state.forced:
             return replace(state, forced=state.forced[1:])
-        if state.phase is Phase.ANSWERING:
+        if state.phase is AnswerPhase.ANSWERING:
             return state
         if token_id == self._spec.end_id:
-            return State(Phase.ANSWERING, self._resume_ids)
+            return State(AnswerPhase.ANSWERING, self._resume_ids)
         return self._thinking(state.num_thought + 1)
 
     def mask(self, state: State) -> np.ndarray:
         """Return the mask of the next token, uint32 [ceil(vocab_size / 32)]."""
         if state.forced:
             return self._mask_of(state.forced[:1])
-        if state.phase is Phase.ENDED:
+        if state.phase is AnswerPhase.ENDED:
             return self._stop
-        return self._any if state.phase is Phase.ANSWERING else self._thought
+        return self._any if state.phase is AnswerPhase.ANSWERING else self._thought
 
     def _thinking(self, num_thought: int, opening_ids: tuple[int, ...] = ()) -> State:
         if self._spec.budget is not None and num_thought >= self._spec.budget:
-            return State(Phase.ANSWERING, opening_ids + self._spec.closing_ids)
-        return State(Phase.THINKING, opening_ids, num_thought)
+            return State(AnswerPhase.ANSWERING, opening_ids + self._spec.closing_ids)
+        return State(AnswerPhase.THINKING, opening_ids, num_thought)
 
     def _mask_of(self, token_ids: Iterable[int]) -> np.ndarray:
         bits = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)
@@ -136,7 +136,7 @@ class ThoughtMatcher:
 
     def _active(self, state: State) -> GrammarMatcher | None:
         """Return the grammar's matcher if the state is after the thought, else None."""
-        return self._inner if state.phase is Phase.ANSWERING and not state.forced else None
+        return self._inner if state.phase is AnswerPhase.ANSWERING and not state.forced else None
 
 
 def _allows(row: np.ndarray, token_id: int) -> bool:

@@ -11,7 +11,8 @@ from engine.worker import device_facts
 SLACK_BYTES = 2**20
 """Small arrays, and buffers that are a little larger than their arrays."""
 ROW_SLACK_BYTES = 2**14
-CHUNK_TOKENS = 256
+PREFILL_CHUNK_TOKENS = 256
+"""Tokens of the chunks of a long prompt."""
 SHARE = 0.02
 """Share of predicted bytes by which held ones may exceed them."""
 NUM_ROWS = 4
@@ -37,7 +38,7 @@ def rows(bench: Bench) -> Outcome:
     """Compare the predicted cache of a row after a long prompt with the held one."""
     row = Row(bench.questions[-1])
     try:
-        while bench.runner.prefill([row], CHUNK_TOKENS).first is None:
+        while bench.runner.prefill([row], PREFILL_CHUNK_TOKENS).first is None:
             pass
         held = bench.runner.memory()["decode_cache_bytes"]
     finally:

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from engine.worker.burst_layer import Forward
+from engine.worker.burst_layer import BurstForward
 from engine.worker.drafter import DraftingModel
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import LanguageModel
@@ -192,7 +192,7 @@ def _nearly_equal(one: mx.array, other: mx.array) -> bool:
 
 def _layers(caches: Sequence[SequenceCache], lengths: Sequence[int], as_offset: bool) -> list[Any]:
     """Combine the prompts' caches, layer by layer. as_offset: see Cursor."""
-    forward = Forward(lengths, as_offset)
+    forward = BurstForward(lengths, as_offset)
     return [kind_of(rows[0]).burst_layer(rows, forward) for rows in zip(*caches, strict=True)]
 
 

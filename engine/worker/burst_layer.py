@@ -12,7 +12,7 @@ from engine.worker.quantized_kv import KVFormat
 
 
 @dataclass(frozen=True)
-class Forward:
+class BurstForward:
     """The rows of a shared forward."""
 
     lengths: Sequence[int]
@@ -34,7 +34,7 @@ class BurstLayer:
         forward: The forward.
     """
 
-    def __init__(self, caches: Sequence[Any], forward: Forward):
+    def __init__(self, caches: Sequence[Any], forward: BurstForward):
         self._caches = caches
         self._forward = forward
 
@@ -50,7 +50,7 @@ class BurstAttention(BurstLayer):
 
     _window = 0  # tokens that a token sees, itself included; 0 for all
 
-    def __init__(self, caches: Sequence[Any], forward: Forward, kv_format: KVFormat | None = None):
+    def __init__(self, caches: Sequence[Any], forward: BurstForward, kv_format: KVFormat | None = None):
         super().__init__(caches, forward)
         self._lengths = forward.lengths
         self._as_offset = forward.as_offset

@@ -34,7 +34,7 @@ from engine.worker.layer_kinds import appends
 from engine.worker.pending_step import DecodingRow, PendingStep
 from engine.worker.proposers import row_drafts
 from engine.worker.sampling_batch import SamplingBatch
-from engine.worker.snapshot import KVSegment, LentSegments, StateSnapshot, fill, is_finite, take
+from engine.worker.snapshot import DeviceSegment, LentSegments, StateSnapshot, fill, is_finite, take
 
 EVAL_STEPS = 64  # lazy cache updates are evaluated at least every EVAL_STEPS steps
 
@@ -80,7 +80,7 @@ class DecodeGroup:
         self._cache = BatchCache.of(first.cache, as_offset=not language_model.explicit_positions)
         self._drafter = self._drafter_of(first)
         self._sampling = _sampling([first], vocab_size)
-        self._lengths = mx.array([self.rows[0].num_cached], mx.int32)
+        self._lengths = mx.array([self.rows[0].length], mx.int32)
         self._newest = mx.array([first.token_id], mx.int32)
         self._launched: PendingStep | None = None
         self._steps = 0
@@ -102,7 +102,7 @@ class DecodeGroup:
         """Add rows, all at once because each join rewrites all rows of the group."""
         sampling = self._sampling.joined(_sampling(new, self._vocab_size))
         rows = [_row(one) for one in new]
-        lengths = mx.concatenate([self._lengths, mx.array([row.num_cached for row in rows], mx.int32)])
+        lengths = mx.concatenate([self._lengths, mx.array([row.length for row in rows], mx.int32)])
         newest = mx.concatenate([self._newest, mx.array([one.token_id for one in new], mx.int32)])
         self._cache.join([one.cache for one in new], all(one.moves for one in new))
         try:
@@ -122,14 +122,14 @@ class DecodeGroup:
         else:
             self._drafter = None
 
-    def fill(self, index: int, segments: Sequence[KVSegment]) -> None:
+    def fill(self, index: int, segments: Sequence[DeviceSegment]) -> None:
         """Copy KV segments lent to the row at `index` back; the row stays."""
         layers = [*self._cache.layers, *([] if self._drafter is None else self._drafter.layers)]
         num_layers = sum(map(appends, layers))
         if num_layers == len(segments[0].ends):  # the drafter's layers may have been dropped
             fill(segments, layers, index)
 
-    def remove(self, stay: list[int], lent: Mapping[int, Sequence[KVSegment]]) -> None:
+    def remove(self, stay: list[int], lent: Mapping[int, Sequence[DeviceSegment]]) -> None:
         """Remove all rows but those at the indices `stay`.
 
         Args:
@@ -147,7 +147,7 @@ class DecodeGroup:
     def select(self, stay: list[int], leaving: Sequence[Callable[[Any], None]] = ()) -> None:
         """Keep only the rows at these indices. leaving: see BatchCache.select."""
         rows = [self.rows[i] for i in stay]
-        num_slots = max(row.num_cached for row in rows) + self._num_in_flight + 1
+        num_slots = max(row.length for row in rows) + self._num_in_flight + 1
         sampling = self._sampling.select(stay)
         index = mx.array(stay, mx.int32)
         lengths, newest = self._lengths[index], self._newest[index]
@@ -178,29 +178,29 @@ class DecodeGroup:
         """Wait for the launched step and return its outputs by row id; `finish_step` returns them again."""
         return {} if self._launched is None else self._launched.read()
 
-    def snapshot(self, index: int, parent: KVSegment | None, lend: bool = False) -> RowSnapshot | None:
+    def snapshot(self, index: int, parent: DeviceSegment | None, lend: bool = False) -> RowSnapshot | None:
         """Take a snapshot of one row, with the step in flight; see ModelRunner.snapshot_row. Waits for the device.
 
         The step is not read as `finish_step` does: the matchers of removed rows must not consume its tokens.
         """
         row = self.rows[index]
         new = self._in_flight_ids(row)
-        num_cached, taken_in = row.num_cached + len(new), [*row.output_ids, *new][:-1]
+        length, taken_in = row.length + len(new), [*row.output_ids, *new][:-1]
         is_sound = row.row.spec.sparse is None and NO_TOKEN not in taken_in
         if not is_sound or (self._head is not None and self._drafter is None):
             return None
-        cache, hidden = self._cache.row(index, num_cached), None
+        cache, hidden = self._cache.row(index, length), None
         num_lent = sum(map(appends, cache)) if lend else 0
         if self._drafter is not None:
-            head_cache, hidden = self._drafter.row(index, num_cached)
+            head_cache, hidden = self._drafter.row(index, length)
             cache += head_cache
         if not is_finite(cache):
             return None
-        snapshot = take(cache, hidden, num_cached, parent, num_lent)
+        snapshot = take(cache, hidden, length, parent, num_lent)
         return RowSnapshot(np.array(taken_in, np.int32), snapshot)
 
     def snapshot_prompt(
-        self, index: int, num_tokens: int, parent: KVSegment | None, lend: bool = False
+        self, index: int, num_tokens: int, parent: DeviceSegment | None, lend: bool = False
     ) -> StateSnapshot | None:
         """Take a snapshot of the first tokens of one row's prompt; see ModelRunner.snapshot. Waits for the device."""
         cache = self._cache.row(index, num_tokens)
@@ -230,7 +230,7 @@ class DecodeGroup:
         has_drafts = self._has_drafts(drafts)
         drafts = drafts if any(has_drafts) else PLAIN
         num_drafts = drafts.num_tokens
-        longest = max(row.num_cached for row in self.rows) + self._num_in_flight
+        longest = max(row.length for row in self.rows) + self._num_in_flight
         first_position = self._lengths + self._output_offsets + 1
         positions = first_position[:, None] + mx.arange(num_drafts + 1)
         noise = self._sampling.noise(positions)
@@ -311,9 +311,9 @@ class DecodeGroup:
             if self._launched.drafts.num_tokens:
                 return None
             behind = {id(row) for row in self._launched.rows}
-            lengths = {row.num_cached + (id(row) in behind) for row in self.rows}
+            lengths = {row.length + (id(row) in behind) for row in self.rows}
         else:
-            lengths = {row.num_cached for row in self.rows}
+            lengths = {row.length for row in self.rows}
         return lengths.pop() if len(lengths) == 1 else None
 
     def _commit(
@@ -362,8 +362,8 @@ class DecodeGroup:
 
 
 def _row(new: JoiningRow) -> DecodingRow:
-    num_cached = new.row.num_tokens
-    row = DecodingRow(new.row, num_cached, new.next_position - num_cached, [*new.row.output_token_ids, new.token_id])
+    length = new.row.num_tokens
+    row = DecodingRow(new.row, length, new.next_position - length, [*new.row.output_token_ids, new.token_id])
     row.drafts = row_drafts(new.drafts, np.append(new.row.prompt_token_ids, new.token_id))
     return row
 

@@ -12,7 +12,7 @@ from engine.worker.compiled import CompiledForward
 from engine.worker.decode import DecodeGroup, JoiningRow
 from engine.worker.drafter import DraftingModel
 from engine.worker.language_model import LanguageModel
-from engine.worker.snapshot import KVSegment, StateSnapshot
+from engine.worker.snapshot import DeviceSegment, StateSnapshot
 
 
 class DecodeBatch:
@@ -64,20 +64,20 @@ class DecodeBatch:
                 outputs |= {row_id: given[row_id] for row_id in wanted if row_id in given}
         return outputs
 
-    def snapshot(self, row_id: str, parent: KVSegment | None, lend: bool = False) -> RowSnapshot | None:
+    def snapshot(self, row_id: str, parent: DeviceSegment | None, lend: bool = False) -> RowSnapshot | None:
         """Take a snapshot of a row, see ModelRunner.snapshot_row."""
         place = self._place_of(row_id)
         return None if place is None else place[0].snapshot(place[1], parent, lend)
 
     def snapshot_prompt(
-        self, row_id: str, num_tokens: int, parent: KVSegment | None, lend: bool = False
+        self, row_id: str, num_tokens: int, parent: DeviceSegment | None, lend: bool = False
     ) -> StateSnapshot | None:
         """Take a snapshot of the first tokens of a row's prompt, see ModelRunner.snapshot. Raises KeyError."""
         if (place := self._place_of(row_id)) is None:
             raise KeyError(row_id)
         return place[0].snapshot_prompt(place[1], num_tokens, parent, lend)
 
-    def fill(self, row_id: str, segments: Sequence[KVSegment]) -> None:
+    def fill(self, row_id: str, segments: Sequence[DeviceSegment]) -> None:
         """Copy KV segments lent to a row back; the row stays. Unknown ids are ignored."""
         if (place := self._place_of(row_id)) is not None:
             place[0].fill(place[1], segments)
@@ -90,7 +90,7 @@ class DecodeBatch:
                     return group, i
         return None
 
-    def remove(self, row_ids: Sequence[str], lent: Mapping[str, Sequence[KVSegment]] | None = None) -> None:
+    def remove(self, row_ids: Sequence[str], lent: Mapping[str, Sequence[DeviceSegment]] | None = None) -> None:
         """Remove rows, without effect on others.
 
         Args:

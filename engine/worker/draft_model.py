@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineFailed
 from engine.processing.checkpoint import draft_of
 from engine.processing.tokenizer_match import why_different
-from engine.worker.block import Block
+from engine.worker.draft_block import DraftBlock
 from engine.worker.drafter import DraftingModel
 from engine.worker.heads.head import SharingHead
 from engine.worker.kv_cache import SequenceCache
@@ -102,7 +102,7 @@ class DraftModel:
 
     proposer = SeparateModel.name
     lead = 1
-    block: Block | None = None
+    block: DraftBlock | None = None
     sharing: SharingHead | None = None
 
     def __init__(self, module: Any, vocab_size: int, num_embeddings: int):

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from engine.worker.block import Block
+from engine.worker.draft_block import DraftBlock
 from engine.worker.heads.head import SharingHead
 from engine.worker.kv_cache import BatchCache, SequenceCache
 
@@ -30,7 +30,7 @@ class DraftingModel(Protocol):
     """Entries of its cache before that of the first pair (token 1, hidden state 0)."""
     as_offset: bool
     """See Cursor."""
-    block: Block | None
+    block: DraftBlock | None
     """Drafts all tokens of a step in one forward; None if the model reads each draft before the next one."""
     sharing: SharingHead | None
     """Attends to the target's keys and values; None if the model has a cache of its own."""
@@ -166,7 +166,7 @@ class Drafter:
             drafts.append(token)
         return mx.concatenate(drafts, axis=1)
 
-    def _block_states(self, block: Block, num_drafts: int, lengths: mx.array, extent: int) -> mx.array:
+    def _block_states(self, block: DraftBlock, num_drafts: int, lengths: mx.array, extent: int) -> mx.array:
         """Return the hidden states [B, num_drafts, hidden] of a block after the pairs that the head has read."""
         newest = mx.take_along_axis(self.pending.token_ids, (self.pending.count - 1)[:, None], axis=1)
         at = lengths + self._head.lead

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from engine.worker.block import Block
+from engine.worker.draft_block import DraftBlock
 from engine.worker.heads.head import Head
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import LanguageModel
@@ -26,7 +26,7 @@ class DraftingHead:
 
     def __init__(self, head: Head, language_model: LanguageModel):
         self.as_offset = head.as_offset
-        self.block = None if head.block is None else Block(head.block, self._embed)
+        self.block = None if head.block is None else DraftBlock(head.block, self._embed)
         self.sharing = head.sharing
         self._head = head
         self._language_model = language_model

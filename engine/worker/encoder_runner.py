@@ -31,11 +31,7 @@ from engine.user_cache import user_cache
 from engine.worker import blas, cost_cache, devices, encoder_costs, encoder_loader, loader, memory, proposers
 from engine.worker.encoder_loader import NO_TEXT
 from engine.worker.encoder_model import EncoderModel, pooled
-
-CHUNK_TOKENS = (64, 256)
-"""Tokens of the texts that are timed at warm-up, each after an untimed one."""
-BURST_TOKENS = (7, 4)
-"""Tokens of the texts that warm-up computes in one forward."""
+from engine.worker.warm_up import BURST_TOKENS, TIMED_CHUNK_TOKENS
 
 
 def load_runner(config: EngineConfig, progress: Callable[[float], None]) -> "EncoderRunner":
@@ -89,7 +85,7 @@ class EncoderRunner:
     def warm_up(self, progress: Callable[[float], None] = lambda share: None) -> None:
         """Time texts, and measure memory costs. progress: receives the share that is done, from 0 to 1."""
         with StartPhase("compiling"):
-            self.chunk_times = [self._time(n) for n in CHUNK_TOKENS if n <= self.max_context_tokens]
+            self.chunk_times = [self._time(n) for n in TIMED_CHUNK_TOKENS if n <= self.max_context_tokens]
             self._forward([self._row(n) for n in BURST_TOKENS])
         progress(0.5)
         with StartPhase("measuring memory"):

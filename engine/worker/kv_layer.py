@@ -8,7 +8,7 @@ from mlx_vlm.models.cache import KVCache
 from mlx_vlm.models.hy_v4.cache import HyV4KVCache
 
 from engine.worker.batch_layer import BatchLayer, SeenSlots
-from engine.worker.burst_layer import BurstAttention, Forward
+from engine.worker.burst_layer import BurstAttention, BurstForward
 from engine.worker.cursor import Cursor
 from engine.worker.layer_kind import LayerKind
 from engine.worker.quantized_kv import KVFormat, QuantizedKVCache
@@ -148,7 +148,7 @@ class QuantizedKVKind(KVKind):
     def batch_layer(self, cache: QuantizedKVCache, cursor: Cursor) -> BatchKVLayer:
         return BatchKVLayer.of(cache, cursor, cache.kv_format)
 
-    def burst_layer(self, caches: Sequence[QuantizedKVCache], forward: Forward) -> BurstAttention:
+    def burst_layer(self, caches: Sequence[QuantizedKVCache], forward: BurstForward) -> BurstAttention:
         return BurstAttention(caches, forward, caches[0].kv_format)
 
 

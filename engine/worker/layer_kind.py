@@ -12,7 +12,7 @@ import mlx.core as mx
 from engine.processing.reference_config import Reach
 from engine.processing.vision_family import AttentionKind
 from engine.worker.batch_layer import BatchLayer
-from engine.worker.burst_layer import BurstLayer, Forward
+from engine.worker.burst_layer import BurstForward, BurstLayer
 from engine.worker.quantized_kv import KVFormat
 
 
@@ -61,7 +61,7 @@ class LayerKind:
         """Return the layer of a decode group with one row, whose cache this is. cursor: Where the rows write."""
         return self.batch.of(cache, cursor)
 
-    def burst_layer(self, caches: Sequence[Any], forward: Forward) -> Any:
+    def burst_layer(self, caches: Sequence[Any], forward: BurstForward) -> Any:
         """Return the layer of a burst of prompts with these caches."""
         return self.burst(caches, forward)
 

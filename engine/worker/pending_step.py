@@ -18,7 +18,7 @@ class DecodingRow:
     """A row of the decode batch, as far as the host has read its tokens."""
 
     row: Row
-    num_cached: int  # Tokens in the cache.
+    length: int  # Tokens in the cache.
     offset: int  # Logical minus physical position of its tokens.
     output_ids: list[int]  # Tokens after the request's own prompt; all but the last are in the cache.
     error: str | None = None  # Why the row cannot continue, None if it can.
@@ -67,7 +67,7 @@ class PendingStep:
             for i, (row, ids) in enumerate(zip(self.rows, new, strict=True)):
                 if row.is_removed:
                     continue
-                row.num_cached += len(ids)
+                row.length += len(ids)
                 row.output_ids += ids
                 for drafts in row.drafts.values():
                     drafts.append(ids)

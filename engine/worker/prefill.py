@@ -21,11 +21,11 @@ from engine.worker.kv_layer import slots_like
 from engine.worker.language_model import LanguageModel
 from engine.worker.layer_kinds import appends, kind_of
 from engine.worker.pooling import PooledStates
-from engine.worker.prompt_logprobs import CHUNK_TOKENS, PromptLogprobs
+from engine.worker.prompt_logprobs import LOGPROBS_CHUNK_TOKENS, PromptLogprobs
 from engine.worker.sampling_batch import SamplingBatch
 from engine.worker.snapshot import (
+    DeviceSegment,
     KeysValues,
-    KVSegment,
     StateSnapshot,
     is_finite,
     prefix,
@@ -158,7 +158,7 @@ class Prefill:
         prompt: PromptState,
         snapshot: StateSnapshot,
         images: tuple[ImagePatches, ...],
-        lend: Sequence[KVSegment] = (),
+        lend: Sequence[DeviceSegment] = (),
     ) -> None:
         """Restore a snapshot into a prompt that has just begun. lend: see snapshot.restore."""
         done = snapshot.num_tokens
@@ -173,7 +173,7 @@ class Prefill:
             prompt.num_images_restored += 1
 
     def snapshot(
-        self, prompt: PromptState, parent: KVSegment | None, lend: bool = False, num_tokens: int | None = None
+        self, prompt: PromptState, parent: DeviceSegment | None, lend: bool = False, num_tokens: int | None = None
     ) -> StateSnapshot | None:
         """Take a snapshot of a prompt between two chunks; None if its state is not finite.
 
@@ -222,7 +222,7 @@ class Prefill:
     def advance(self, prompt: PromptState, max_tokens: int) -> tuple[int, mx.array | None]:
         """Compute the next chunk. Return its size, and after the last chunk the logits [1, 1, vocab], else None."""
         start = prompt.done
-        most = max_tokens if prompt.logprobs is None else min(max_tokens, CHUNK_TOKENS)
+        most = max_tokens if prompt.logprobs is None else min(max_tokens, LOGPROBS_CHUNK_TOKENS)
         end = min(start + most, len(prompt.token_ids))
         token_ids = mx.array(prompt.token_ids[None, start:end].astype(np.int32))
         embeds = self._embed(prompt, token_ids)

@@ -5,7 +5,7 @@ import mlx.core as mx
 from engine.protocol import TokenLogprobs
 from engine.worker.logprobs import ranked
 
-CHUNK_TOKENS = 64
+LOGPROBS_CHUNK_TOKENS = 64
 """Most tokens of a chunk, as the logits of all of them are in memory at once, three times in float32."""
 
 

@@ -30,10 +30,10 @@ KeysValues = tuple[mx.array, mx.array]
 
 
 @dataclass(slots=True, eq=False)
-class KVSegment:
-    """A KV segment: the keys and values of the tokens between two snapshots."""
+class DeviceSegment:
+    """A KV segment on the device. Implements core.prefix_cache.node.KVSegment."""
 
-    parent: "KVSegment | None"
+    parent: "DeviceSegment | None"
     """The segment before it; None for the first."""
     layers: list[KeysValues | None]
     """Per attention layer keys and values [1, heads, n, head_dim or words]; None while they are in a row's cache. Those
@@ -42,7 +42,7 @@ class KVSegment:
     """Per attention layer the slots of a row up to the end of this segment."""
 
     @classmethod
-    def lent(cls, parent: "KVSegment | None", ends: tuple[int, ...]) -> "KVSegment":
+    def lent(cls, parent: "DeviceSegment | None", ends: tuple[int, ...]) -> "DeviceSegment":
         """Return a segment whose keys and values are in a row's cache."""
         return cls(parent, [None] * len(ends), ends)
 
@@ -67,10 +67,10 @@ class KVSegment:
     def num_bytes(self) -> int:
         return sum(keys.nbytes + values.nbytes for keys, values in filter(None, self.layers))
 
-    def chain(self) -> list["KVSegment"]:
+    def chain(self) -> list["DeviceSegment"]:
         """Return all segments from the first token on, this one last."""
-        chain: list[KVSegment] = []
-        at: KVSegment | None = self
+        chain: list[DeviceSegment] = []
+        at: DeviceSegment | None = self
         while at is not None:
             chain.append(at)
             at = at.parent
@@ -82,7 +82,7 @@ class StateSnapshot:
     """A snapshot on the device. Implements core.prefix_cache.node.Snapshot."""
 
     num_tokens: int  # Tokens before its boundary.
-    segment: KVSegment  # Its own KV segment.
+    segment: DeviceSegment  # Its own KV segment.
     states: tuple[tuple[mx.array, ...], ...]  # Slots of each recurrent layer; keys and values of each window's tokens.
     hidden: mx.array | None  # [1, 1, hidden], the last one, which the head has not read yet; None where none waits.
     windows: tuple[int, ...]  # Per state the tokens of the layer's window; 0 for a recurrent layer.
@@ -131,7 +131,7 @@ def take(
     cache: SequenceCache,
     hidden: mx.array | None,
     num_tokens: int,
-    parent: KVSegment | None,
+    parent: DeviceSegment | None,
     num_lent: int = 0,
 ) -> StateSnapshot:
     """Copy one row's caches (the target's layers, then the head's), evaluated.
@@ -144,7 +144,7 @@ def take(
         num_lent: Leave the keys and values of this many of the first attention layers in the row's cache.
     """
     attention, others = _by_kind(cache)
-    segment = KVSegment.lent(parent, tuple(layer.offset for layer in attention))
+    segment = DeviceSegment.lent(parent, tuple(layer.offset for layer in attention))
     for i, layer in enumerate(attention[num_lent:], num_lent):
         segment.layers[i] = _between(layer.keys, layer.values, segment.starts[i], segment.ends[i])
     mx.eval(list(filter(None, segment.layers)))
@@ -174,7 +174,7 @@ class LentSegments:
         index: Which row of the layers' arrays.
     """
 
-    def __init__(self, segments: Sequence[KVSegment], index: int = 0):
+    def __init__(self, segments: Sequence[DeviceSegment], index: int = 0):
         self._segments = segments
         self._index = index
         self._num_layers = 0
@@ -191,7 +191,7 @@ class LentSegments:
         mx.eval([segment.layers[i] for segment in lent])
 
 
-def fill(segments: Sequence[KVSegment], layers: list[Any], index: int = 0, release: bool = False) -> None:
+def fill(segments: Sequence[DeviceSegment], layers: list[Any], index: int = 0, release: bool = False) -> None:
     """Copy lent keys and values out of a row's cache. On an error all segments stay as they were.
 
     Args:
@@ -225,7 +225,7 @@ def _own(array: Any) -> mx.array:
     return array * 1 if array.nbytes < SMALL_BYTES else array
 
 
-def restore(snapshot: StateSnapshot, cache: SequenceCache, num_slots: int, lend: Iterable[KVSegment] = ()) -> None:
+def restore(snapshot: StateSnapshot, cache: SequenceCache, num_slots: int, lend: Iterable[DeviceSegment] = ()) -> None:
     """Copy a snapshot into the empty caches of a row, evaluated.
 
     Args:
@@ -274,7 +274,7 @@ def import_arrays(
     arrays: dict[str, np.ndarray],
     like: StateSnapshot,
     num_tokens: int,
-    parent: KVSegment | None,
+    parent: DeviceSegment | None,
     with_state: bool = True,
 ) -> Iterator[StateSnapshot | None]:
     """Copy exported arrays back to the device; see ModelRunner.import_snapshot.
@@ -289,7 +289,7 @@ def import_arrays(
     reader = _Reader(arrays)
     starts = parent.ends if parent is not None else (0,) * len(like.segment.ends)
     ends = tuple((num_tokens - lag) // ratio for lag, ratio in zip(like.kv_lags, like.ratios, strict=True))
-    segment = KVSegment.lent(parent, ends)
+    segment = DeviceSegment.lent(parent, ends)
     for i, ((keys, values), start, end) in enumerate(zip(like.segment.keys_values, starts, ends, strict=True)):
         segment.layers[i] = (
             reader.take(f"{SEGMENT_ARRAYS}{i}.keys", keys, length=end - start),

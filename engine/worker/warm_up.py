@@ -24,7 +24,7 @@ MEMORY_SHARE = 0.25
 """Share of the free memory that the rows may use."""
 TIMED_STEPS, MAX_TIMED_S = 2, 0.15
 """Steps that are timed per number of rows and way to draft, and the total seconds after which no further one is."""
-CHUNK_TOKENS, LONG_CHUNK_S = (64, 256), 0.25
+TIMED_CHUNK_TOKENS, LONG_CHUNK_S = (64, 256), 0.25
 """Tokens of the chunks that are timed, each after an untimed one; none after a chunk of LONG_CHUNK_S."""
 TIMED_SNAPSHOTS = 4
 """Snapshots of one prompt that are timed; the fastest counts."""
@@ -113,9 +113,9 @@ def snapshot_s(runner: "MLXRunner") -> float:
 
 
 def time_chunks(runner: "MLXRunner") -> list[ChunkTime]:
-    """Time first chunks of CHUNK_TOKENS tokens."""
+    """Time first chunks of TIMED_CHUNK_TOKENS tokens."""
     times: list[ChunkTime] = []
-    for num_tokens in CHUNK_TOKENS:
+    for num_tokens in TIMED_CHUNK_TOKENS:
         if num_tokens >= runner.max_context_tokens or (times and times[-1].seconds > LONG_CHUNK_S):
             break
         _chunk_s(runner, num_tokens)

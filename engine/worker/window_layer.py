@@ -13,7 +13,7 @@ from mlx_vlm.models.cache import RotatingKVCache
 
 from engine.processing.reference_config import Reach
 from engine.worker.batch_layer import BatchLayer, SeenSlots
-from engine.worker.burst_layer import BurstAttention, Forward
+from engine.worker.burst_layer import BurstAttention, BurstForward
 from engine.worker.layer_kind import LayerKind
 
 RING_MARGIN = 32
@@ -154,7 +154,7 @@ class BatchWindowLayer(BatchLayer):
 class BurstWindow(BurstAttention):
     """One sliding-window layer of all prompts."""
 
-    def __init__(self, caches: Sequence[RotatingKVCache], forward: Forward):
+    def __init__(self, caches: Sequence[RotatingKVCache], forward: BurstForward):
         self._window = self.max_size = caches[0].max_size
         super().__init__(caches, forward)
 

@@ -160,10 +160,10 @@ MACHINES = {machine.name: machine for machine in (MAC_27B, MAC_35B_A3B, MAC_4B, 
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class KVSegment:
+class ClockSegment:
     """Keys and values of the tokens behind those of `parent`."""
 
-    parent: "KVSegment | None"
+    parent: "ClockSegment | None"
     end: int
     """Tokens up to here."""
     own_bytes: int
@@ -184,7 +184,7 @@ class ClockSnapshot:
     """A core Snapshot of the prompt's first tokens."""
 
     token_ids: np.ndarray
-    segment: KVSegment
+    segment: ClockSegment
     state_bytes: int
 
     @property
@@ -341,7 +341,7 @@ class ClockRunner:
     def _snapshot(self, token_ids: np.ndarray, parent: Any, lend: bool, with_state: bool = True) -> ClockSnapshot:
         num_before = 0 if parent is None else parent.end
         own_bytes = (len(token_ids) - num_before) * self.costs.token_bytes
-        segment = KVSegment(parent, len(token_ids), own_bytes, [0 if lend else own_bytes])
+        segment = ClockSegment(parent, len(token_ids), own_bytes, [0 if lend else own_bytes])
         snapshot = ClockSnapshot(token_ids, segment, self.costs.state_bytes if with_state else 0)
         self._hold(segment, segment.counted)
         self._hold(snapshot, [snapshot.state_bytes])

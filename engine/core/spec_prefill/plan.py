@@ -18,7 +18,7 @@ CONTROL_FOLLOWERS = 2
 TAIL_TOKENS = 64
 """Tokens kept at the end of the last turn, where the question usually is."""
 
-CHUNK_TOKENS = 32
+KEPT_CHUNK_TOKENS = 32
 """Tokens are kept in chunks of this size, because isolated tokens lose their context."""
 
 
@@ -113,8 +113,8 @@ def select(importance: np.ndarray, keep: float) -> np.ndarray:
     num_tokens = len(importance)
     if num_tokens == 0:
         return np.empty(0, np.int64)
-    starts = np.arange(0, num_tokens, CHUNK_TOKENS)
-    sizes = np.minimum(starts + CHUNK_TOKENS, num_tokens) - starts
+    starts = np.arange(0, num_tokens, KEPT_CHUNK_TOKENS)
+    sizes = np.minimum(starts + KEPT_CHUNK_TOKENS, num_tokens) - starts
     finite = np.where(np.isfinite(importance), importance, 0).astype(np.float64)
     scores = np.add.reduceat(finite, starts) / sizes
     scores[[0, -1]] = math.inf

@@ -37,7 +37,7 @@ SMALLEST_CHUNK = 16
 MAX_OBSERVED_BYTES = 2**25
 """Limit of the attention weights, float32 [heads, steps, prompt], computed at once per layer."""
 
-Block = Callable[[mx.array, Any], mx.array]
+BlockForward = Callable[[mx.array, Any], mx.array]
 """(hidden [1, 1, hidden], the layer's cache) -> hidden."""
 
 
@@ -234,12 +234,12 @@ class Draft:
         return self._lm(tokens, cache=cache, position_ids=positions, capture_layer_ids=[], **kwargs).logits
 
 
-def plain_block(block: Any) -> Block:
+def plain_block(block: Any) -> BlockForward:
     """Return a function that computes a block for one token."""
     return lambda hidden, cache: block(hidden, mask=None, cache=cache)
 
 
-def compiled_block(block: Any) -> Block:
+def compiled_block(block: Any) -> BlockForward:
     """Return a function that computes a block with a recurrent state for one token; compiled once, as shapes are fixed.
 
     Three of four layers of a hybrid model are such blocks; on CUDA building a step takes longer than computing it.

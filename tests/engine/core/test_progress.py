@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.core.progress import FIRST_FACTOR, LATE_FACTOR, LOST_FACTOR, MIN_LATE_S, Progress, Work
+from engine.core.progress import FIRST_FACTOR, LATE_FACTOR, LOST_FACTOR, MIN_LATE_S, Work, WorkInProgress
 from engine.core.runner import PLAIN, StepTime
 from engine.protocol import EngineRequest, SamplingParams
 from tests.engine.core.test_engine_core_steps import TimedRunner
@@ -28,7 +28,7 @@ def test_work_is_late_before_the_limit_of_the_watchdog():
 
 
 def test_the_first_work_of_a_shape_gets_a_longer_limit_for_compiling():
-    progress = Progress([("decode", 1, 0)])
+    progress = WorkInProgress([("decode", 1, 0)])
     limits = []
     for shape in (("decode", 1, 0), ("decode", 2, 0), ("decode", 2, 0), ("prefill", 1, 7)):
         progress.begin("work", 10.0, shape)

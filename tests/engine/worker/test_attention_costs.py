@@ -13,7 +13,7 @@ from engine.worker import attention_costs, warm_up
 from engine.worker.attention_costs import with_attention
 from engine.worker.model_runner import load_runner
 from engine.worker.patches.attention_cpu import BLOCK_QUERIES
-from engine.worker.snapshot import KVSegment, StateSnapshot
+from engine.worker.snapshot import DeviceSegment, StateSnapshot
 from tests.support.families import FAMILIES
 from tests.support.zoo import make
 
@@ -43,7 +43,7 @@ def test_scores_that_a_fused_kernel_spares_long_chunks_count_for_short_ones_alon
             mx.eval(scores)
         return queries * scale
 
-    segment = KVSegment(None, [(mx.zeros((1, 2, 8, 256)), mx.zeros((1, 2, 8, 256)))], (8,))
+    segment = DeviceSegment(None, [(mx.zeros((1, 2, 8, 256)), mx.zeros((1, 2, 8, 256)))], (8,))
     snapshot = StateSnapshot(8, segment, (), None, (), (1,), (0,), ())
     monkeypatch.setattr(attention_costs, "_attention_of", lambda lm: {fused})
     assert with_attention(MemoryCosts(), None, snapshot, NUM_HEADS).max_queries == 2**31
@@ -60,7 +60,7 @@ def test_masks_of_chunks_with_images_count_where_no_scores_are_stored(monkeypatc
     def fused(queries, keys, values, cache, scale, mask):
         return queries * scale if isinstance(mask, str) else mx.where(mask[:, :1], queries, 0.0)
 
-    segment = KVSegment(None, [(mx.zeros((1, 2, 8, 256)), mx.zeros((1, 2, 8, 256)))], (8,))
+    segment = DeviceSegment(None, [(mx.zeros((1, 2, 8, 256)), mx.zeros((1, 2, 8, 256)))], (8,))
     snapshot = StateSnapshot(8, segment, (), None, (), (1,), (0,), ())
     monkeypatch.setattr(attention_costs, "_attention_of", lambda lm: {fused})
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)

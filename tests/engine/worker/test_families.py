@@ -406,7 +406,7 @@ def test_sparse_prompt_gets_the_tokens_of_a_forward_over_its_kept_tokens(served)
 @pytest.mark.parametrize("chunk", some_at_night([5, 64], [5], "the gate has logits in several pieces"))
 def test_logprobs_of_a_prompt_are_those_of_forwards_without_any_state(served, chunk, monkeypatch):
     """With the answer as part of the prompt, alone and beside a row that decodes; then its next tokens are the same."""
-    monkeypatch.setattr(prefill, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(prefill, "LOGPROBS_CHUNK_TOKENS", chunk)
     turn = next(iter(served.turns))
     asked = served.turns[turn]
     whole = np.array([*asked.token_ids, *asked.answer.tokens], np.int32)

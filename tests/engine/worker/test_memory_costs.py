@@ -8,7 +8,7 @@ import pytest
 
 from engine.worker import devices
 from engine.worker.memory_costs import GPU_PAGE_BYTES, MARGIN, _exact, _of_images, buffer_slack
-from engine.worker.snapshot import KVSegment, StateSnapshot
+from engine.worker.snapshot import DeviceSegment, StateSnapshot
 
 KB = 1024
 PAGE_SIZES = (5000, 20_000, 100_000, 1_000_000)
@@ -70,7 +70,7 @@ def test_peaks_that_do_not_grow_are_covered_and_larger_images_still_cost_more(pe
 
 def test_snapshots_may_have_half_of_the_arrays_that_metal_allows(monkeypatch):
     keys = mx.zeros((1, 2, 8, 4))
-    segment = KVSegment(None, [(keys, keys)] * 24, (8,) * 24)
+    segment = DeviceSegment(None, [(keys, keys)] * 24, (8,) * 24)
     snapshot = StateSnapshot(8, segment, ((keys, keys),), None, (0,), (1,) * 24, (0,) * 24, (0,))
     assert _exact(snapshot, 1, 0, 0, 0).max_snapshots > 2**25
     monkeypatch.setattr(mx, "device_info", lambda: {"resource_limit": 499000})

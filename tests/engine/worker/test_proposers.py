@@ -16,7 +16,7 @@ from engine.config import DraftLimits, DraftMode, EngineConfig
 from engine.core.runner import Drafts
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import proposers
-from engine.worker.block import Block
+from engine.worker.draft_block import DraftBlock
 from engine.worker.drafter import DraftingModel
 from engine.worker.heads.head import SharingHead
 from engine.worker.loaded_model import FoundProposer, OpenedModel
@@ -59,7 +59,7 @@ class Echo:
     """Gives the token that it has read the highest logit, and keeps nothing. Implements DraftingModel."""
 
     proposer, lead, as_offset = "repeat", 1, True
-    block: Block | None = None
+    block: DraftBlock | None = None
     sharing: SharingHead | None = None
 
     def __init__(self, vocab_size: int):

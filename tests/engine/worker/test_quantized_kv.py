@@ -19,7 +19,7 @@ from engine.errors import EngineFailed
 from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.snapshot_store.files import SnapshotFiles
 from engine.worker import quantized_kv
-from engine.worker.burst_layer import Forward
+from engine.worker.burst_layer import BurstForward
 from engine.worker.language_model import LanguageModel
 from engine.worker.layer_kinds import kind_of
 from engine.worker.loader import open_model
@@ -138,7 +138,7 @@ def test_prompts_that_share_a_forward_see_the_keys_and_values_that_each_sees_alo
     for row, num in enumerate(before):
         for caches in (shared, alone):
             caches[row].update_and_fetch(keys[row : row + 1, :, :num], values[row : row + 1, :, :num])
-    layer = kind_of(shared[0]).burst_layer(shared, Forward(lengths, as_offset=True))
+    layer = kind_of(shared[0]).burst_layer(shared, BurstForward(lengths, as_offset=True))
     found = layer.update_and_fetch(keys[:, :, 5:], values[:, :, 5:])
     for row, (num, length) in enumerate(zip(before, lengths, strict=True)):
         new = (array[row : row + 1, :, 5 : 5 + length] for array in (keys, values))

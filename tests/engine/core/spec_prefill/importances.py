@@ -5,10 +5,10 @@ from fractions import Fraction
 import numpy as np
 from hypothesis import strategies as st
 
-from engine.core.spec_prefill.plan import CHUNK_TOKENS
+from engine.core.spec_prefill.plan import KEPT_CHUNK_TOKENS
 
 KEEPS = st.integers(10, 100).map(lambda percent: Fraction(percent, 100))
-LENGTHS = st.one_of(st.integers(1, 3 * CHUNK_TOKENS + 1), st.integers(1, 1500))
+LENGTHS = st.one_of(st.integers(1, 3 * KEPT_CHUNK_TOKENS + 1), st.integers(1, 1500))
 NOT_FINITE = [np.nan, np.inf, -np.inf]
 
 
@@ -21,7 +21,7 @@ def importances(draw: st.DrawFn) -> np.ndarray:
         st.sampled_from(
             [
                 rng.random(length),
-                rng.integers(0, 2, -(-length // CHUNK_TOKENS)).repeat(CHUNK_TOKENS)[:length],
+                rng.integers(0, 2, -(-length // KEPT_CHUNK_TOKENS)).repeat(KEPT_CHUNK_TOKENS)[:length],
                 np.zeros(length),
                 np.full(length, 0.1),
                 rng.standard_normal(length) * 1e30,

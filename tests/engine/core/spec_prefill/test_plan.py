@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.spec_prefill.plan import (
-    CHUNK_TOKENS,
     CONTROL_FOLLOWERS,
+    KEPT_CHUNK_TOKENS,
     TAIL_TOKENS,
     ScoreRequest,
     find_anchors,
@@ -52,7 +52,7 @@ def test_a_plan_keeps_all_dense_and_anchor_tokens_and_fits_its_prompt(pair):
     behind = num_tokens - num_dense
     num_kept = len(positions) - num_dense
     assert math.ceil(Fraction(str(request.keep)) * behind) <= num_kept
-    assert num_kept < request.keep * behind + 2 * CHUNK_TOKENS + len(request.anchors) + 1
+    assert num_kept < request.keep * behind + 2 * KEPT_CHUNK_TOKENS + len(request.anchors) + 1
     assert why_unfit(plan, request.token_ids) is None
     assert num_dense <= plan.num_contiguous <= len(positions)
 

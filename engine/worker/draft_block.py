@@ -8,7 +8,7 @@ import mlx.core as mx
 from engine.worker.heads.head import BlockHead
 
 
-class Block:
+class DraftBlock:
     """Drafts blocks with a head.
 
     Args:
