@@ -1,7 +1,6 @@
 """The engine's step: schedule, execute, update, publish. Step failures are handled here and nowhere else."""
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -12,14 +11,14 @@ from engine.core.cost_model import CostModel
 from engine.core.memory.budget import make_memory_budget
 from engine.core.memory.evictable import EvictableMemory
 from engine.core.movable_snapshots import MovableSnapshots
+from engine.core.prefill_executor import PrefillExecutor
 from engine.core.prefix_cache.cache import PrefixCache
-from engine.core.prefix_cache.loans import MemoryTaken
 from engine.core.progress import WorkInProgress
 from engine.core.prompt import Prompt
 from engine.core.quoting.load import LoadRecorder
 from engine.core.quoting.quoter import Quoter
 from engine.core.row import Matcher, Row, RowState, named
-from engine.core.runner import Drafts, ImageLeft, ModelRunner, PrefillOutput, PromptChunk
+from engine.core.runner import Drafts, ModelRunner
 from engine.core.scheduler import Scheduler
 from engine.core.scheduler_context import SchedulerContext
 from engine.core.scheduler_output import PreemptedRows, Published, ReleasedRows
@@ -33,12 +32,7 @@ from engine.status import EngineCounters
 log = logging.getLogger("orchard.engine")
 
 FIGURES_PERIOD_S = 0.25
-DISK_WAIT_S = 0.05  # blocking wait for a snapshot from disk or another node when there is no other work
 DISK_CLOSE_S = 5.0  # on shutdown, for pending snapshot writes
-
-MIN_CHUNK_PART = 0.3
-"""A chunk's time is measured with the decode step before it, whose predicted seconds are subtracted; at least this
-share of it is the chunk's own."""
 
 Publish = Callable[[Published], None]
 
@@ -92,7 +86,6 @@ class EngineCore:
         )
         self._evictable = EvictableMemory(self.prefixes.memory, runner)
         self.budget = make_memory_budget(config, runner, self._evictable)
-        self._max_stall_s = config.scheduler.max_stall_s
         context = SchedulerContext(
             config=config,
             clock=clock,
@@ -117,6 +110,19 @@ class EngineCore:
         self._decoded_s: float | None = None  # when the last decode step ended, unless something else came after it
         self._publish = publish
         self._poll = poll
+        self._prefill = PrefillExecutor(
+            runner,
+            self.scheduler,
+            self.prefixes,
+            self.costs,
+            self.stats,
+            self.progress,
+            config.scheduler.max_stall_s,
+            clock,
+            publish,
+            self._prefill_failed,
+            self._burst_failed,
+        )
 
     @property
     def has_work(self) -> bool:
@@ -169,7 +175,11 @@ class EngineCore:
             self._release(self.scheduler.take_released())
             if (prompt := self.scheduler.next_prompt()) is None:
                 break
-            self._prefill(prompt, in_flight_s)
+            self._decoded_s = None
+            if self._prefill.advance(prompt, in_flight_s):
+                if not self.scheduler.num_decoding:  # no decode step follows that would reset the counter
+                    self.failed_steps_in_a_row = 0
+                self._release(self.scheduler.take_released())
             in_flight_s = 0.0
         self.stats.num_steps += 1
         if num_tokens := self.stats.num_prompt_tokens + self.stats.num_output_tokens - num_before:
@@ -288,126 +298,6 @@ class EngineCore:
         self._speculation.record(outputs.values())
         self._publish(chunks)
         self._release(self.scheduler.take_released())
-
-    def _prefill(self, prompt: Prompt, in_flight_s: float) -> None:
-        """Compute the next piece of a prompt: of its next image, or a chunk that ends at the next boundary.
-
-        Chunks of several short prompts are computed in one forward.
-
-        Args:
-            prompt: The prompt.
-            in_flight_s: Predicted seconds of decoding that the device computes first.
-        """
-        self._decoded_s, began_s, has_published = None, self._clock(), False
-        can_wait = not self.scheduler.num_decoding and len(self.scheduler.prefills.in_progress) == 1
-        copy_s = self._max_stall_s if self.scheduler.num_decoding else math.inf
-        if not self._begin(prompt, DISK_WAIT_S if can_wait else 0.0, copy_s):
-            return
-        try:
-            if prompt.row.spec.images and (image := self.runner.next_image(prompt.rows)) is not None:
-                self._encode(prompt, image, began_s, in_flight_s)
-            elif max_tokens := self.scheduler.prefills.chunk_tokens(prompt):
-                chunks = self._burst(PromptChunk(prompt.row, self.prefixes.clip(prompt, max_tokens)))
-                has_published = self._compute(chunks, began_s, in_flight_s)
-        except Exception as error:
-            self._prefill_failed(prompt, error)
-            return
-        if has_published:
-            if not self.scheduler.num_decoding:  # no decode step follows that would reset the counter
-                self.failed_steps_in_a_row = 0
-            self._release(self.scheduler.take_released())
-
-    def _begin(self, prompt: Prompt, wait_s: float = 0.0, copy_s: float = 0.0) -> bool:
-        """Begin a prompt after its cached prefix, unless it has begun; see PrefixCache.begin.
-
-        Returns:
-            False if its first chunk must wait for the prefix, if it has returned to the queue, or if it has failed.
-        """
-        try:
-            if self.prefixes.begin(prompt, wait_s, copy_s):
-                return True
-            prompt.is_waiting = True
-        except MemoryTaken:
-            self.scheduler.readmit(prompt)
-        except Exception as error:
-            self._prefill_failed(prompt, error)
-        return False
-
-    def _encode(self, prompt: Prompt, image: ImageLeft, began_s: float, in_flight_s: float) -> None:
-        """Compute the next piece of an image; rows decode before the following piece."""
-        if not (num_blocks := self.scheduler.prefills.image_blocks(image)):
-            return
-        num_patches, share = image.num_patches, num_blocks / image.depth
-        name = f"a piece of an image of {num_patches} patches ({num_blocks} of {image.depth} blocks)"
-        shape = "image", num_patches.bit_length()
-        self.progress.begin(name, self.costs.image_s(num_patches, share), shape, prompt.rows)
-        piece_began_s = self._clock()
-        self.runner.encode(prompt.rows, num_blocks)
-        device_s = self._device_s(piece_began_s, in_flight_s)
-        self.scheduler.prefills.record_image(prompt, image, num_blocks, self._clock() - began_s, device_s)
-
-    def _compute(self, chunks: Sequence[PromptChunk], began_s: float, in_flight_s: float) -> bool:
-        """Compute the next chunk of a prompt, or chunks of several in one forward.
-
-        First tokens are published before the snapshots of their prompts are taken, which need some milliseconds each.
-
-        Returns:
-            Whether there were any.
-        """
-        num_tokens = max(chunk.num_tokens for chunk in chunks)
-        start = max(chunk.prompt.num_prefilled for chunk in chunks)
-        name = f"a chunk of {num_tokens} tokens" if len(chunks) == 1 else f"{len(chunks)} chunks of {num_tokens} tokens"
-        predicted_s = self.costs.chunk_s(num_tokens, start, len(chunks))
-        shape = "prefill", len(chunks), num_tokens.bit_length()
-        self.progress.begin(f"{name} at position {start}", predicted_s, shape, (chunk.row for chunk in chunks))
-        chunk_began_s = self._clock()
-        if not (outputs := self._forward(chunks)):
-            return False
-        device_s = self._device_s(chunk_began_s, in_flight_s)
-        prompts = [chunk.prompt for chunk in chunks]
-        self.scheduler.prefills.note(chunks, self._clock() - began_s)
-        published = Published()
-        for prompt, output in zip(prompts, outputs, strict=True):
-            published |= self.scheduler.update_prefill(prompt, output)
-        if published:
-            self._publish(published)
-        for prompt, output in zip(prompts, outputs, strict=True):
-            self.prefixes.take_at_boundaries(prompt)
-            if output.first is not None:
-                self.prefixes.end(prompt)
-        self.stats.num_bursts += len(chunks) > 1
-        self.scheduler.prefills.record(chunks, self._clock() - began_s, device_s)
-        return bool(published)
-
-    def _device_s(self, began_s: float, in_flight_s: float) -> float:
-        """Return the seconds since `began_s`, less those of the decode step that the device computed first."""
-        seconds = self._clock() - began_s
-        return max(seconds - in_flight_s, MIN_CHUNK_PART * seconds)
-
-    def _forward(self, chunks: Sequence[PromptChunk]) -> Sequence[PrefillOutput]:
-        """Compute the chunks.
-
-        If a shared forward fails, nothing is returned, and each prompt is computed alone in the next steps.
-        """
-        if len(chunks) == 1:
-            return [self.runner.prefill(chunks[0].row.prompt.rows, chunks[0].num_tokens)]
-        try:
-            return self.runner.prefill_burst(chunks)
-        except Exception as error:
-            self._burst_failed([chunk.prompt for chunk in chunks], error)
-            return ()
-
-    def _burst(self, first: PromptChunk) -> Sequence[PromptChunk]:
-        """Begin other short prompts, and choose the chunks to compute in one forward with the first."""
-        prompt = first.prompt
-        if first.num_tokens < self.prefixes.clip(prompt, prompt.num_left):
-            return [first]
-        others = [
-            PromptChunk(other.row, self.prefixes.clip(other, other.num_left))
-            for other in self.scheduler.prefills.companions(first)
-            if self.scheduler.prefills.source_of(other) is None and self._begin(other)
-        ]
-        return self.scheduler.prefills.burst(first, others) if others else [first]
 
     def _burst_failed(self, prompts: Sequence[Prompt], error: Exception) -> None:
         """Drop the rows of a shared forward that failed, and discard the snapshots of their prompts.

@@ -52,7 +52,7 @@ import numpy as np
 
 from deployments.placement.place import NodeFacts, Placement
 from deployments.placement.rendezvous import Rendezvous
-from engine.core.engine_core import EngineCore
+from engine.core.prefill_executor import PrefillExecutor
 from engine.placement import ConversationKeys, Question
 from engine.protocol import FinishReason, TokenChunk
 from tests.benchmarks.agents_sim import OPEN_TOKENS, Agents
@@ -150,7 +150,7 @@ class Cluster:
         """Until no request is open and none will come."""
         with (
             patch("engine.core.engine_core.FIGURES_PERIOD_S", FIGURES_PERIOD_S),
-            patch.object(EngineCore, "_device_s", _device_s),
+            patch.object(PrefillExecutor, "_device_s", _device_s),
         ):
             while True:
                 busy = min((one for one in self.nodes.values() if one.core.has_work), key=_now, default=None)
@@ -215,9 +215,9 @@ class Cluster:
         return keys
 
 
-def _device_s(core: EngineCore, began_s: float, in_flight_s: float) -> float:
-    """Replace EngineCore._device_s: the simulated device has ended its decode step when a chunk begins."""
-    return core._clock() - began_s
+def _device_s(prefill: PrefillExecutor, began_s: float, in_flight_s: float) -> float:
+    """Replace PrefillExecutor._device_s: the simulated device has ended its decode step when a chunk begins."""
+    return prefill._clock() - began_s
 
 
 def _now(node: Node) -> float:

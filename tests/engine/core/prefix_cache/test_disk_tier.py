@@ -156,7 +156,7 @@ def test_two_prompts_that_read_the_same_snapshot_at_the_same_time_are_both_serve
     before = engines()
     before.cached(*(request(str(i), *turns(i)) for i in range(1, num_turns + 1)))
     engine = restarted(engines, before)
-    monkeypatch.setattr(engine.core, "_max_stall_s", 0.0)
+    monkeypatch.setattr(engine.core._prefill, "_max_stall_s", 0.0)
     asks = [replace(request(name, *turns(num_turns), [int(name)] * 60)) for name in ("7", "8")]
     engine.run({0: [replace(request("9", [9] * 30), sampling=SamplingParams(40, seed=1)), *asks]})
     for ask in asks:
@@ -169,7 +169,7 @@ def test_layers_are_copied_step_by_step_while_rows_decode(engines, monkeypatch):
     before = engines()
     before.cached(request("a", SYSTEM, [1] * 20))
     engine = restarted(engines, before)
-    monkeypatch.setattr(engine.core, "_max_stall_s", 0.0)
+    monkeypatch.setattr(engine.core._prefill, "_max_stall_s", 0.0)
     decoding = replace(request("decoding", [9] * 30), sampling=SamplingParams(60, seed=3), boundaries=())
     engine.core.add_request(decoding)
     engine.core.step()
