@@ -31,16 +31,26 @@ struct bf16 {
 struct uint4 { unsigned x, y, z, w; };
 struct uint2 { unsigned x, y; };
 struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
 struct __nv_bfloat162 { bf16 x, y; };
 struct Place { int x, y; };
 
 // Copies of a lane to shared memory, which happen when it waits for them.
 struct Copy {
-    uint4* to;
+    void* to;
     const void* from;
     bool there;
+    int bytes;
 };
 constexpr int MAX_COPIES = 4096;
+
+// A product of a warpgroup, of which a lane has two rows, and which happens when it waits for it.
+struct Product {
+    float *c, a[2][16];
+    uint64_t rows;
+    int num_rows;
+};
+constexpr int MAX_PRODUCTS = 64;
 
 // A lane runs until it waits at a barrier; then it is the next one's turn.
 struct Lane {
@@ -49,6 +59,8 @@ struct Lane {
     bool has_ended;
     Copy copies[MAX_COPIES];
     int ends[MAX_COPIES], num_copies, num_ends, num_waited, num_done;
+    Product products[MAX_PRODUCTS];
+    int product_ends[MAX_PRODUCTS], num_products, num_product_ends;
 };
 ucontext_t scheduler;
 Lane* running;
@@ -99,14 +111,71 @@ inline void multiply(
                     half_of(warp.b[column * 4 + holder][high], k % 2);
         }
 }
-inline void copy(uint4* to, const void* from, bool there, bool aligned) { running->copies[running->num_copies++] = {to, from, there}; }
+inline void copy(uint4* to, const void* from, bool there, bool) {
+    running->copies[running->num_copies++] = {to, from, there, 16};
+}
+inline void copy_pair(unsigned* to, const void* from, bool there) {
+    running->copies[running->num_copies++] = {to, from, there, 4};
+}
 inline void end_of_copies() { running->ends[running->num_ends++] = running->num_copies; }
 template <int Groups> void wait_for_copies() {
     for (; running->num_waited + Groups < running->num_ends; ++running->num_waited)
         for (; running->num_done < running->ends[running->num_waited]; ++running->num_done) {
             const Copy& one = running->copies[running->num_done];
-            *one.to = one.there ? *static_cast<const uint4*>(one.from) : uint4{};
+            if (one.there) memcpy(one.to, one.from, one.bytes);
+            else memset(one.to, 0, one.bytes);
         }
+}
+// wgmma.m64nNk16: a warp has sixteen rows of a, as those of `multiply`; the places of b's rows in shared memory are
+// described by 64 bits.
+template <int N> struct Size { static constexpr int value = N; };
+char* kilobyte;
+inline uint4* aligned_to_kilobyte(uint4* memory) {
+    kilobyte = (char*)((size_t(memory) + 1023) / 1024 * 1024);
+    return (uint4*)kilobyte;
+}
+inline uint64_t description(const uint4* rows) {
+    return uint64_t((const char*)rows - kilobyte) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+inline void show_to_tensor_cores() {}
+inline void begin_products() {}
+template <int Sums> void multiply_group(float (&c)[Sums], const unsigned (&a)[4], uint64_t rows) {
+    const int lane = threadIdx.x, group = lane / 4;
+    Warp& warp = *warp_of_lane;
+    __syncwarp();
+    memcpy(warp.a[lane], a, sizeof a);
+    __syncwarp();
+    Product& one = running->products[running->num_products++];
+    one.c = c, one.rows = rows, one.num_rows = Sums * 2;
+    for (int lower = 0; lower < 2; ++lower)
+        for (int k = 0; k < 16; ++k)
+            one.a[lower][k] = half_of(warp.a[group * 4 + k % 8 / 2][lower + k / 8 * 2], k % 2);
+    __syncwarp();
+}
+inline void end_of_products() { running->product_ends[running->num_product_ends++] = running->num_products; }
+template <int Groups> void wait_for_products() {
+    Lane& lane = *running;
+    const int ended = lane.num_product_ends - Groups;
+    if (ended <= 0) return;
+    const int done = lane.product_ends[ended - 1];
+    for (int i = 0; i < done; ++i) {
+        const Product& one = lane.products[i];
+        const uint64_t begin = (one.rows & 0x3fff) << 4, atom = (one.rows >> 32 & 0x3fff) << 4;
+        for (int r = 0; r < one.num_rows / 2; ++r) {
+            const int row = r / 4 * 8 + threadIdx.x % 4 * 2 + r % 2;
+            for (int k = 0; k < 16; ++k) {
+                uint64_t at = begin + row / 8 * atom + row % 8 * 128 + k * 2;
+                at ^= (at >> 7 & 7) << 4;
+                bf16 b;
+                memcpy(&b, kilobyte + at, 2);
+                one.c[r] += one.a[r / 2 % 2][k] * b;
+            }
+        }
+    }
+    lane.num_products -= done;
+    memmove(lane.products, lane.products + done, lane.num_products * sizeof(Product));
+    lane.num_product_ends -= ended;
+    for (int i = 0; i < lane.num_product_ends; ++i) lane.product_ends[i] = lane.product_ends[ended + i] - done;
 }
 template <typename T> T __shfl_xor_sync(unsigned, T x, int mask) {
     const int lane = threadIdx.x % 32;
@@ -186,6 +255,7 @@ inline void launch(int columns, int rows, int lanes, int warps) {
             all[i].context.uc_link = &scheduler;
             all[i].has_ended = false;
             all[i].num_copies = all[i].num_ends = all[i].num_waited = all[i].num_done = 0;
+            all[i].num_products = all[i].num_product_ends = 0;
             makecontext(&all[i].context, run_lane, 0);
         }
         for (int turn = 0, ended = 0; ended < count; ++turn)

@@ -19,7 +19,7 @@ from mlx_lm.models import switch_layers as text_layers
 from mlx_vlm.models import switch_layers
 
 from engine.worker.cuda_kernel import CudaKernel, short
-from engine.worker.patches import few_rows_cuda, row_tiles_kernel
+from engine.worker.patches import few_rows_cuda, many_rows
 from engine.worker.patches.few_rows_cuda import COLUMNS, MAX_SIZE, OUTPUTS, QUANTIZED_BITS, ROWS, UNQUANTIZED, Weight
 from engine.worker.patches.few_rows_kernel import NAMES, Form, Grouping, kernel_of
 
@@ -31,7 +31,7 @@ MAX_TOKENS = 2**15
 OUT_TILES = 4
 """Output tiles of a block."""
 MANY_PAIRS = 24
-"""From this many pairs of an expert on, on average, blocks have as many as 64 (row_tiles_kernel.py), with quantized
+"""From this many pairs of an expert on, on average, blocks have as many as 64 (many_rows.py), with quantized
 weights."""
 
 _GROUPING = """
@@ -150,7 +150,7 @@ class _Pairs(NamedTuple):
             return cls(num_tokens, share, experts.size, ROWS, [experts], with_shared)
         is_many = experts.size >= MANY_PAIRS * num_experts and num_tokens > ROWS  # fewer may be behind a norm
         are_quantized = all(_bits(module[name]) < UNQUANTIZED for name in ("gate_proj", "down_proj"))
-        tile = ROWS * row_tiles_kernel.ROW_TILES if is_many and are_quantized else ROWS
+        tile = ROWS * many_rows.ROW_TILES if is_many and are_quantized else ROWS
         slots = min(experts.size, num_experts) + experts.size // tile
         return cls(num_tokens, share, slots, tile, _grouped(experts, num_experts, tile, slots), with_shared)
 
@@ -193,17 +193,16 @@ def _multiply(
     num_weights, num_rows, slots = 2 if form == "gated" else 1, pairs.num_tokens * pairs.share, pairs.slots
     if pairs.with_shared:
         num_rows, slots = num_rows + pairs.num_tokens, slots + -(-pairs.num_tokens // pairs.tile)
+    tiling = None
     if pairs.tile > ROWS:
-        constants, per_block = row_tiles_kernel.CONSTANTS, row_tiles_kernel.OUTPUTS
-        shared_bytes = row_tiles_kernel.shared_bytes(bits)
+        tiling = many_rows.of_experts(bits)
+        constants, per_block = dict(tiling.constants), tiling.num_outputs
     else:
         warps = 8 if x.shape[-1] >= 8 * (512 // bits) else 4
-        constants, per_block, shared_bytes = {"OutTiles": OUT_TILES, "Ahead": 2, "Warps": warps}, OUTPUTS * OUT_TILES, 0
+        constants, per_block = {"OutTiles": OUT_TILES, "Ahead": 2, "Warps": warps}, OUTPUTS * OUT_TILES
     per_block //= num_weights
     are_sorted, are_quantized = len(pairs.where) == 2, bits < UNQUANTIZED
-    kernel = kernel_of(
-        x.dtype, num_weights, are_quantized, form, eps, grouping, are_sorted, pairs.with_shared, shared_bytes
-    )
+    kernel = kernel_of(x.dtype, num_weights, are_quantized, form, eps, grouping, are_sorted, pairs.with_shared, tiling)
     (y,) = kernel(
         inputs=[x, *(array for layer in layers for array in _arrays(layer)), *others, *pairs.where],
         template=[

@@ -9,7 +9,7 @@ normalizes rows of bfloat16 before, computes the gated half of an MLP, and adds 
 it takes the device twice as long as cuBLAS, and steps were slower. Weights of 4 and 8 bits are expanded to 16 in
 registers; the library's kernel for several rows takes the device two to seven times as long, except for the output
 layer. From 33 to 128 rows they are multiplied by a kernel that shares the rows among its warps
-(row_tiles_kernel.py). It can be removed when the library keeps cuBLAS's choices, or has such a kernel.
+(many_rows.py). It can be removed when the library keeps cuBLAS's choices, or has such a kernel.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_vlm.models.activations import swiglu
 
-from engine.worker.patches import row_tiles_kernel
+from engine.worker.patches import many_rows
 from engine.worker.patches.few_rows_kernel import NAMES, Form, kernel_of
 
 MAX_ROWS = 32
@@ -178,14 +178,15 @@ def _multiply(
         eps, others = norm.eps, (*others, norm.weight)
     elif norm is not None:
         x = norm(x)
+    tiling = None
     if rows > MAX_ROWS:
-        constants, row_tiles = row_tiles_kernel.CONSTANTS, row_tiles_kernel.ROW_TILES
-        per_block, shared_bytes = row_tiles_kernel.OUTPUTS, row_tiles_kernel.shared_bytes(bits)
+        tiling = many_rows.row_tiles(bits)
+        constants, row_tiles, per_block = dict(tiling.constants), many_rows.ROW_TILES, tiling.num_outputs
     else:
         constants, row_tiles = _tiles(num_products, rows, bits, form), -(-rows // ROWS)
-        per_block, shared_bytes = OUTPUTS * constants["OutTiles"], 0
+        per_block = OUTPUTS * constants["OutTiles"]
     per_block //= 2 if form == "gated" else 1
-    return kernel_of(x.dtype, len(weights), bits < UNQUANTIZED, form, eps, many_rows_bytes=shared_bytes)(
+    return kernel_of(x.dtype, len(weights), bits < UNQUANTIZED, form, eps, tiling=tiling)(
         inputs=[x.reshape(rows, size), *(array for weight in weights for array in weight.arrays), *others],
         template=[("T", x.dtype), ("RowTiles", row_tiles), ("Bits", bits), *constants.items()],
         grid=(

@@ -1,4 +1,4 @@
-"""The kernel for few rows on CUDA, in each of its forms, and that for many (row_tiles_kernel.py).
+"""The kernel for few rows on CUDA, in each of its forms, and those for many (many_rows.py).
 
 few_rows_cuda.py says which products it computes, and why; experts_cuda.py those with the weights of experts. The
 functions of its header are also called by the kernel that expands weights (quantized_cuda.py).
@@ -11,7 +11,7 @@ from typing import Literal
 import mlx.core as mx
 
 from engine.worker.cuda_kernel import CudaKernel, short
-from engine.worker.patches import row_tiles_kernel
+from engine.worker.patches.many_rows import Tiling
 
 Form = Literal["plain", "gated", "added"]
 Grouping = Literal["none", "gather", "scatter"]
@@ -207,6 +207,14 @@ __device__ __forceinline__ uint4 in_order(const uint4& eight) {
     return {__byte_perm(eight.x, eight.y, 0x5410), __byte_perm(eight.z, eight.w, 0x5410),
             __byte_perm(eight.x, eight.y, 0x7632), __byte_perm(eight.z, eight.w, 0x7632)};
 }
+// Return weights 2 i and 2 i + 1 of eight of 4 bits. The mask of their bits is in a register, not in each instruction.
+__device__ __forceinline__ unsigned two_of(unsigned word, int i, unsigned scale_and_bias, unsigned mask) {
+    const PAIR scale = as_pair(__byte_perm(scale_and_bias, 0u, 0x1010));
+    const PAIR bias = as_pair(__byte_perm(scale_and_bias, 0u, 0x3232));
+    const unsigned two = __byte_perm(word, word >> 4, i | i << 4 | (4 + i) << 8 | (4 + i) << 12);
+    const PAIR sum = __hfma2(__hsub2(as_pair(two & mask | MAGICu), as_pair(MAGICu)), scale, bias);
+    return *reinterpret_cast<const unsigned*>(&sum);
+}
 // Return eight features in the order of `expanded`.
 template <int Bits>
 __device__ __forceinline__ uint4 ordered(const uint4& x) {
@@ -235,7 +243,7 @@ def kernel_of(
     grouping: Grouping = "none",
     is_sorted: bool = False,
     with_shared: bool = False,
-    many_rows_bytes: int = 0,
+    tiling: Tiling | None = None,
 ) -> CudaKernel:
     """Return the kernel; its first lines find the weight that a block multiplies by, `w`, and that of `up`.
 
@@ -248,7 +256,7 @@ def kernel_of(
         grouping: With experts a weight is [experts, out, in], and a block multiplies rows of one expert.
         is_sorted: Whether `order` and `tiles` say which pairs a block multiplies, or each has one of `experts`.
         with_shared: Whether further blocks multiply all tokens by the weights of an expert that all share.
-        many_rows_bytes: Shared memory of a block of the kernel for many rows; 0: the kernel is that for few rows.
+        tiling: The kernel for many rows; None: the kernel is that for few rows.
     """
     names = ("w", "scales", "biases") if is_quantized else ("w",)
 
@@ -259,10 +267,11 @@ def kernel_of(
     num_results = 1 if form == "gated" else num_weights
     axis = 0 if grouping == "none" else 1  # of the outputs
     flags = {"Gated": form == "gated", "Added": form == "added", "Normed": eps is not None}
+    per_block = "8 * OutTiles" if tiling is None else str(tiling.num_outputs)
     lines = [
         f"constexpr bool {', '.join(f'{name} = {str(value).lower()}' for name, value in flags.items())};",
         f"constexpr float EPS = {eps or 0.0!r}f;",
-        f"constexpr int PerBlock = 8 * OutTiles{' * Warps / Split' if many_rows_bytes else ''};",
+        f"constexpr int PerBlock = {per_block};",
         f"int block = blockIdx.x, outputs = w0_shape[{axis}];",
         "const char *w, *up_w;",
         f"const int groups = {f'scales0_shape[{axis + 1}]' if is_quantized else 1};",
@@ -290,15 +299,15 @@ def kernel_of(
         "" if grouping == "none" else f"_{grouping}{'_sorted' if is_sorted else ''}{'_shared' if with_shared else ''}"
     )
     kernel, functions, body = "few_rows", header(dtype), _SOURCE
-    if many_rows_bytes:
-        kernel, functions, body = "row_tiles", row_tiles_kernel.HEADER + functions, row_tiles_kernel.SOURCE
+    if tiling is not None:
+        kernel, functions, body = tiling.name, _of_dtype(tiling.functions, dtype) + functions, tiling.source
     return CudaKernel(
         name=f"{kernel}_{kind}_{num_weights}_{form}{'' if eps is None else '_normed'}{group}",
         input_names=["x", *(f"{name}{i}" for i in range(num_weights) for name in names), *others],
         output_names=[f"y{i}" for i in range(num_results)],
         header=functions,
         source=short("\n".join(lines) + body),
-        shared_memory=many_rows_bytes,
+        shared_memory=0 if tiling is None else tiling.shared_bytes,
     )
 
 
@@ -345,7 +354,11 @@ def _rows_of_block(grouping: Grouping, is_sorted: bool, with_shared: bool, weigh
 
 def header(dtype: mx.Dtype) -> str:
     """Return the functions that the kernels call."""
-    source = _HEADER.replace("TYPE", NAMES[dtype])
+    return _of_dtype(_HEADER, dtype)
+
+
+def _of_dtype(source: str, dtype: mx.Dtype) -> str:
+    source = source.replace("TYPE", NAMES[dtype])
     for name, meaning in PAIRS[dtype].items():
         source = source.replace(name, meaning)
     return source

@@ -14,7 +14,7 @@ OUTPUTS = 8 * OUT_TILES * WARPS // SPLIT
 STAGES = 2
 """Number of steps whose rows and weights are in shared memory, or on their way. With 2 a block takes 96 KB, which all
 devices of compute capability 8 have; on an H200 3 or 4 stages and 1 to 5 output tiles were no faster."""
-CONSTANTS = {"OutTiles": OUT_TILES, "Warps": WARPS, "Split": SPLIT, "Stages": STAGES}
+CONSTANTS = (("OutTiles", OUT_TILES), ("Warps", WARPS), ("Split", SPLIT), ("Stages", STAGES))
 """Constants of the kernel beside RowTiles."""
 
 

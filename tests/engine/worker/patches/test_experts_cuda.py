@@ -15,7 +15,7 @@ from mlx_lm.models import switch_layers as text_layers
 from mlx_vlm.models import switch_layers
 
 from engine.worker.kernel_checks import experts_error
-from engine.worker.patches import experts_cuda, qwen35_moe_cuda
+from engine.worker.patches import experts_cuda, many_rows, qwen35_moe_cuda, warpgroup_kernel
 from tests.support.night import some_at_night
 
 CASES = [
@@ -43,6 +43,29 @@ MANY = [(20, 4, (64, 32), {"group_size": 32, "bits": 4}), (40, 6, (352, 96), {"g
 def test_experts_of_many_tokens_are_multiplied_by_blocks_of_as_many_rows(cuda_on_cpu, monkeypatch, case):
     monkeypatch.setattr(experts_cuda, "MANY_PAIRS", 8)
     assert experts_error(*case) < 2e-2
+
+
+BY_WARPGROUPS = [(52, 4, (160, 96), 32), (40, 6, (352, 160), 32), (200, 7, (512, 384), 128)]
+"""Tokens, experts, sizes and group size: blocks of several numbers of rows, and outputs in part and of two blocks."""
+
+
+@pytest.mark.parametrize("is_aligned", [True, False])
+@pytest.mark.parametrize(
+    "case", some_at_night(BY_WARPGROUPS, BY_WARPGROUPS[:1], "the gate runs the kernel with blocks of unlike sizes")
+)
+def test_experts_of_many_tokens_are_multiplied_by_warpgroups_on_hopper_gpus(cuda_on_cpu, monkeypatch, case, is_aligned):
+    """Arrays whose places do not allow for copies of 16 bytes are copied otherwise."""
+    num_tokens, num_experts, sizes, group_size = case
+    asked, of_experts = [], many_rows.of_experts
+    monkeypatch.setattr(many_rows, "of_experts", lambda bits: asked.append(of_experts(bits)) or asked[-1])
+    monkeypatch.setattr(many_rows, "has_warpgroups", lambda: True)
+    monkeypatch.setattr(experts_cuda, "MANY_PAIRS", 8)
+    if not is_aligned:
+        source, aligned = warpgroup_kernel.SOURCE, "const bool aligned = "
+        assert aligned in source
+        monkeypatch.setattr(warpgroup_kernel, "SOURCE", source.replace(aligned, f"{aligned}false && "))
+    assert experts_error(num_tokens, num_experts, sizes, {"group_size": group_size, "bits": 4}) < 2e-2
+    assert {one.name for one in asked} == {"warpgroups"}
 
 
 def test_pairs_are_grouped_by_their_experts(cuda_on_cpu):
