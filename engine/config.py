@@ -73,6 +73,10 @@ class MTPConfig(DraftLimits):
     max_draft_tokens: int = Field(default=3, ge=1, le=15, description="draft tokens per row and step")
 
 
+OWN_HEAD = "own"
+"""In `mtp_head`: the checkpoint's own MTP head, or one beside it."""
+
+
 class DraftModelConfig(Frozen):
     """A separate small model that drafts tokens."""
 
@@ -344,10 +348,11 @@ class EngineConfig(Frozen):
         description="speculative decoding with the MTP head; auto: as many draft tokens as are measured to be fastest; "
         "off: none; a mapping: always up to these limits",
     )
-    mtp_head: str | None = Field(
+    mtp_head: str | Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
         default=None,
         description="directory or hub repository of an MTP head (split off, or the original checkpoint), an EAGLE-3 "
-        "head, a DFlash drafter or an assistant of Gemma 4; null: the checkpoint's own MTP head, or one beside it",
+        "head, a DFlash drafter or an assistant of Gemma 4; own or null: the checkpoint's own MTP head, or one beside "
+        "it; a list: several heads, each of which drafts where it is measured to be fastest",
     )
     mtp_exact: Annotated[MTPExact, BooleanToOnOff] = Field(
         default="auto",
@@ -410,11 +415,14 @@ class EngineConfig(Frozen):
         }
 
     @property
+    def mtp_heads(self) -> tuple[str, ...]:
+        """The heads that `mtp_head` names; none for the checkpoint's own if it has one."""
+        return (self.mtp_head,) if isinstance(self.mtp_head, str) else self.mtp_head or ()
+
+    @property
     def draft_checkpoints(self) -> list[tuple[str, str | None]]:
         """Name and revision of each checkpoint that an option names for drafts."""
-        found: list[tuple[str, str | None]] = []
-        if self.mtp_head is not None:
-            found.append((self.mtp_head, None))
+        found: list[tuple[str, str | None]] = [(name, None) for name in self.mtp_heads if name != OWN_HEAD]
         if self.draft_model is not None:
             found.append((self.draft_model.model, self.draft_model.revision))
         return found
@@ -423,6 +431,13 @@ class EngineConfig(Frozen):
     def _effective(self) -> "EngineConfig":
         if self.mtp == "off" and self.mtp_head is not None:
             raise ValueError(f"mtp is off: mtp_head {self.mtp_head!r} would have no effect")
+        if twice := [name for name in self.mtp_heads if self.mtp_heads.count(name) > 1]:
+            raise ValueError(f"mtp_head names {twice[0]!r} twice; expected each head once")
+        if isinstance(self.mtp, MTPConfig) and len(self.mtp_heads) > 1:
+            raise ValueError(
+                f"mtp has fixed limits, with which one head drafts, and mtp_head names {len(self.mtp_heads)}: use "
+                "mtp auto, or one head"
+            )
         speculates = any(mode != "off" for mode in self.draft_modes.values())
         if not speculates and self.mtp_exact != "auto":
             raise ValueError(f"mtp and prompt_lookup are off: mtp_exact {self.mtp_exact!r} would have no effect")

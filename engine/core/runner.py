@@ -37,6 +37,8 @@ class Drafts:
     """Whether a selective proposer drafts arbitrary tokens where it has none, so that the step can be measured."""
     is_selective: bool = field(default=False, compare=False, repr=False)
     """Whether the proposer drafts for some rows only, and looks at the tokens of the step before to know for which."""
+    option: str = field(default="", compare=False, repr=False)
+    """Name of the option with the proposer's mode, if it has another name: one option is for all heads."""
 
     @property
     def name(self) -> str:

@@ -91,11 +91,15 @@ class SpeculationController:
         self._steps = costs.steps
         self._choices = costs.steps.choices
         drafts = self._choices[1:]
+        options = {name: name for name in modes} | {one.proposer: one.option or one.proposer for one in drafts}
         self._records = [
             ProposerRecord(
-                name, modes.get(name, "auto"), [one for one in drafts if one.proposer == name], no_drafts.get(name, "")
+                name,
+                modes.get(option, "auto"),
+                [one for one in drafts if one.proposer == name],
+                no_drafts.get(name, ""),
             )
-            for name in dict.fromkeys([*modes, *(one.proposer for one in drafts)])
+            for name, option in options.items()
         ]
         self._trials = Trials()
         self._best = 0  # index of the current choice outside of trials

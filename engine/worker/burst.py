@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.worker.burst_layer import BurstForward
-from engine.worker.drafter import DraftingModel
+from engine.worker.drafting_models import DraftingModels
 from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.layer_kinds import is_recurrent, kind_of
@@ -37,9 +37,9 @@ ROUNDING = 0.05
 class BurstPrefill:
     """Advances several prompts in one forward. Requires `LanguageModel.selects_positions`."""
 
-    def __init__(self, language_model: LanguageModel, head: DraftingModel | None):
+    def __init__(self, language_model: LanguageModel, heads: DraftingModels | None):
         self._language_model = language_model
-        self._head = head
+        self._heads = heads
 
     @cached_property
     def skips_padding(self) -> bool:
@@ -150,10 +150,10 @@ class BurstPrefill:
             )
         else:
             hidden = self._language_model.extend(token_ids, None, layers, positions, launch=False)
-        if self._head is not None and (read := self._head.read(hidden, token_ids)) is not None:
-            self._prime(self._head, prompts, starts, read)
+        if self._heads is not None and (read := self._heads.read(hidden, token_ids)) is not None:
+            self._prime(self._heads, prompts, starts, read)
             for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-                if waits(self._head, prompt):
+                if waits(self._heads, prompt):
                     prompt.hidden = mx.contiguous(read[i : i + 1, length - 1 : length])
         waiting = [prompt.hidden for prompt in prompts if prompt.hidden is not None]
         mx.eval([layer.state for prompt in prompts for layer in prompt.layers], waiting, logits)
@@ -161,24 +161,26 @@ class BurstPrefill:
         return [logits[at[i] : at[i] + 1] if logits is not None and i in at else None for i in range(len(prompts))]
 
     def _prime(
-        self, head: DraftingModel, prompts: Sequence[PromptState], starts: Sequence[int], hidden: mx.array
+        self, heads: DraftingModels, prompts: Sequence[PromptState], starts: Sequence[int], hidden: mx.array
     ) -> None:
-        """Let the head read the new hidden states of each prompt; see Prefill._prime."""
+        """Let heads read the new hidden states of each prompt; see Prefill._prime."""
         starts = [start - (prompt.hidden is not None) for prompt, start in zip(prompts, starts, strict=True)]
         spans = list(zip(prompts, starts, strict=True))
         lengths = [prompt.done - 1 - start for prompt, start in spans]
-        if not any(lengths) or not prompts[0].head_cache:
+        if not any(lengths) or not any(prompts[0].head_caches):
             return
         none = mx.zeros((1, 1, hidden.shape[2]), hidden.dtype)
         waiting = mx.concatenate([none if prompt.hidden is None else prompt.hidden for prompt in prompts])
         skipped = mx.array([[prompt.hidden is None] for prompt in prompts], mx.int32)
         at = mx.minimum(skipped + mx.arange(max(lengths)), hidden.shape[1])
         before = mx.take_along_axis(mx.concatenate([waiting, hidden], axis=1), at[..., None], axis=1)
-        behind = _padded([prompt.successors[start : prompt.done - 1] for prompt, start in spans])
-        caches = [prompt.head_cache for prompt in prompts if prompt.head_cache is not None]
-        first = mx.array([cache[0].offset for cache in caches], mx.int32)
-        layers = _layers(caches, lengths, head.as_offset)
-        head(mx.array(behind), before, layers, first[:, None] + mx.arange(max(lengths)))
+        behind = mx.array(_padded([prompt.successors[start : prompt.done - 1] for prompt, start in spans]))
+        for i, (head, own) in enumerate(zip(heads.models, heads.split(before), strict=True)):
+            caches = [prompt.head_caches[i] for prompt in prompts]
+            if caches[0]:
+                first = mx.array([cache[0].offset for cache in caches], mx.int32)
+                layers = _layers(caches, lengths, head.as_offset)
+                head(behind, own, layers, first[:, None] + mx.arange(max(lengths)))
 
     def _layers(self, caches: Sequence[SequenceCache], lengths: Sequence[int]) -> list[Any]:
         return _layers(caches, lengths, as_offset=not self._language_model.explicit_positions)

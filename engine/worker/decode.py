@@ -27,7 +27,8 @@ from engine.core.row import Row
 from engine.core.runner import NO_TOKEN, PLAIN, Drafts, RowOutput, RowSnapshot
 from engine.worker.acceptance import Acceptance
 from engine.worker.compiled import CompiledForward
-from engine.worker.drafter import Drafter, DraftingModel, PendingHiddenStates
+from engine.worker.drafters import Drafters
+from engine.worker.drafting_models import DraftingModels
 from engine.worker.kv_cache import BatchCache, SequenceCache
 from engine.worker.language_model import LanguageModel
 from engine.worker.layer_kinds import appends
@@ -51,8 +52,8 @@ class JoiningRow:
     """Logical position of the first token."""
     token_id: int
     """The first token."""
-    head_cache: SequenceCache | None = None
-    """The draft head's cache; None without a head."""
+    head_caches: Sequence[SequenceCache] = ()
+    """The cache of each model that drafts."""
     hidden: mx.array | None = None
     """Last hidden state [1, 1, hidden] of the prompt; None without a head."""
     moves: bool = False
@@ -67,18 +68,18 @@ class DecodeGroup:
     def __init__(
         self,
         language_model: LanguageModel,
-        head: DraftingModel | None,
+        heads: DraftingModels | None,
         vocab_size: int,
         first: JoiningRow,
         compiled: CompiledForward | None = None,
     ):
         self._language_model = language_model
         self._compiled = compiled
-        self._head = head
+        self._heads = heads
         self._vocab_size = vocab_size
         self.rows = [_row(first)]
         self._cache = BatchCache.of(first.cache, as_offset=not language_model.explicit_positions)
-        self._drafter = self._drafter_of(first)
+        self._drafters = self._drafters_of(first)
         self._sampling = _sampling([first], vocab_size)
         self._lengths = mx.array([self.rows[0].length], mx.int32)
         self._newest = mx.array([first.token_id], mx.int32)
@@ -87,10 +88,10 @@ class DecodeGroup:
         self._rows_changed()
         mx.eval(self._cache.state)  # pending work of the new row must not delay a step of all rows
 
-    def _drafter_of(self, new: JoiningRow) -> Drafter | None:
-        if self._head is None or new.head_cache is None or new.hidden is None:
+    def _drafters_of(self, new: JoiningRow) -> Drafters | None:
+        if self._heads is None or not new.head_caches or new.hidden is None:
             return None
-        return Drafter.of(self._head, new.head_cache, PendingHiddenStates.of(new.token_id, new.hidden), self._cache)
+        return Drafters.of(self._heads, new.head_caches, new.token_id, new.hidden, self._cache)
 
     def _rows_changed(self) -> None:
         """Rebuild everything that depends only on the rows' requests."""
@@ -106,7 +107,7 @@ class DecodeGroup:
         newest = mx.concatenate([self._newest, mx.array([one.token_id for one in new], mx.int32)])
         self._cache.join([one.cache for one in new], all(one.moves for one in new))
         try:
-            self._drafter_joined(new)
+            self._drafters_joined(new)
         except Exception:
             self._cache.select(list(range(len(self.rows))), self._cache.num_slots)
             raise
@@ -114,19 +115,19 @@ class DecodeGroup:
         self.rows = [*self.rows, *rows]
         self._rows_changed()
 
-    def _drafter_joined(self, new: Sequence[JoiningRow]) -> None:
-        caches = [one.head_cache for one in new if one.head_cache is not None]
-        pending = [PendingHiddenStates.of(one.token_id, one.hidden) for one in new if one.hidden is not None]
-        if self._drafter is not None and len(caches) == len(pending) == len(new):
-            self._drafter.join(caches, pending, all(one.moves for one in new))
+    def _drafters_joined(self, new: Sequence[JoiningRow]) -> None:
+        caches = [one.head_caches for one in new if one.head_caches]
+        hidden = [one.hidden for one in new if one.hidden is not None]
+        if self._drafters is not None and len(caches) == len(hidden) == len(new):
+            self._drafters.join(caches, [one.token_id for one in new], hidden, all(one.moves for one in new))
         else:
-            self._drafter = None
+            self._drafters = None
 
     def fill(self, index: int, segments: Sequence[DeviceSegment]) -> None:
         """Copy KV segments lent to the row at `index` back; the row stays."""
-        layers = [*self._cache.layers, *([] if self._drafter is None else self._drafter.layers)]
+        layers = [*self._cache.layers, *([] if self._drafters is None else self._drafters.layers)]
         num_layers = sum(map(appends, layers))
-        if num_layers == len(segments[0].ends):  # the drafter's layers may have been dropped
+        if num_layers == len(segments[0].ends):  # the drafters' layers may have been dropped
             fill(segments, layers, index)
 
     def remove(self, stay: list[int], lent: Mapping[int, Sequence[DeviceSegment]]) -> None:
@@ -141,8 +142,8 @@ class DecodeGroup:
             self.select(stay, calls)
             return
         self._cache.select([], 0, calls)
-        if self._drafter is not None:
-            self._drafter.select([], 0, calls)
+        if self._drafters is not None:
+            self._drafters.select([], 0, calls)
 
     def select(self, stay: list[int], leaving: Sequence[Callable[[Any], None]] = ()) -> None:
         """Keep only the rows at these indices. leaving: see BatchCache.select."""
@@ -152,8 +153,8 @@ class DecodeGroup:
         index = mx.array(stay, mx.int32)
         lengths, newest = self._lengths[index], self._newest[index]
         self._cache.select(stay, num_slots, leaving)
-        if self._drafter is not None:
-            self._drafter.select(stay, num_slots, leaving)
+        if self._drafters is not None:
+            self._drafters.select(stay, num_slots, leaving)
         self._sampling, self._lengths, self._newest = sampling, lengths, newest
         for row in self.rows:
             row.is_removed = row not in rows
@@ -187,13 +188,13 @@ class DecodeGroup:
         new = self._in_flight_ids(row)
         length, taken_in = row.length + len(new), [*row.output_ids, *new][:-1]
         is_sound = row.row.spec.sparse is None and NO_TOKEN not in taken_in
-        if not is_sound or (self._head is not None and self._drafter is None):
+        if not is_sound or (self._heads is not None and self._drafters is None):
             return None
         cache, hidden = self._cache.row(index, length), None
         num_lent = sum(map(appends, cache)) if lend else 0
-        if self._drafter is not None:
-            head_cache, hidden = self._drafter.row(index, length)
-            cache += head_cache
+        if self._drafters is not None:
+            head_layers, hidden = self._drafters.row(index, length)
+            cache += head_layers
         if not is_finite(cache):
             return None
         snapshot = take(cache, hidden, length, parent, num_lent)
@@ -217,7 +218,7 @@ class DecodeGroup:
 
     @property
     def num_bytes(self) -> int:
-        return self._cache.nbytes + (self._drafter.nbytes if self._drafter is not None else 0)
+        return self._cache.nbytes + (self._drafters.nbytes if self._drafters is not None else 0)
 
     @property
     def _num_in_flight(self) -> int:
@@ -239,7 +240,7 @@ class DecodeGroup:
         if num_drafts and not by_model:
             tokens = mx.concatenate([tokens, self._row_drafts(drafts)], axis=1)
         elif num_drafts:
-            tokens = mx.concatenate([tokens, self._draft(num_drafts, positions, noise, longest)], axis=1)
+            tokens = mx.concatenate([tokens, self._draft(drafts, positions, noise, longest)], axis=1)
         logits, hidden = self._forward(tokens, longest)
         sampled = self._sampling.sample(logits, tokens, positions, noise, self._failed_rows)
         for i, error in sampled.errors.items():
@@ -249,7 +250,7 @@ class DecodeGroup:
             num_accepted, num_kept = self._acceptance.count(tokens, sampled.tokens, positions)
             if not all(has_drafts):
                 num_kept = mx.where(mx.array(has_drafts), num_kept, 1)
-        self._commit(sampled.tokens, hidden, num_kept, longest, by_model)
+        self._commit(sampled.tokens, hidden, num_kept, longest, drafts.proposer if by_model else None)
         rows = list(self.rows)
         results = sampled.tokens, num_kept, num_accepted, sampled.logprobs
         return self._start(PendingStep(rows, drafts, has_drafts, *results))
@@ -259,7 +260,7 @@ class DecodeGroup:
         if not drafts.num_tokens:
             return [False] * len(self.rows)
         if self._is_by_model(drafts):
-            return [self._drafter is not None] * len(self.rows)
+            return [self._drafters is not None] * len(self.rows)
         if self._launched is not None:
             self._launched.read()
         own = [row.drafts.get(drafts.proposer) for row in self.rows]
@@ -267,7 +268,7 @@ class DecodeGroup:
 
     def _is_by_model(self, drafts: Drafts) -> bool:
         """Return whether a model makes these drafts, and not a TextProposer."""
-        return self._head is not None and self._head.proposer == drafts.proposer
+        return self._heads is not None and drafts.proposer in self._heads.by_name
 
     def _row_drafts(self, drafts: Drafts) -> mx.array:
         """Return the drafts of a TextProposer, int32 [B, drafts.num_tokens]; arbitrary tokens where it has none."""
@@ -276,9 +277,9 @@ class DecodeGroup:
         found = np.array(rows, np.int32)  # prompts may have tokens without a logit
         return mx.array(np.where(found < self._vocab_size, found, 0), mx.int32)
 
-    def _draft(self, num_drafts: int, positions: mx.array, noise: mx.array | None, longest: int) -> mx.array:
-        assert self._drafter is not None and self._head is not None
-        head = self._head
+    def _draft(self, drafts: Drafts, positions: mx.array, noise: mx.array | None, longest: int) -> mx.array:
+        assert self._drafters is not None and self._heads is not None
+        head, drafter = self._heads.by_name[drafts.proposer], self._drafters.by_name[drafts.proposer]
 
         def choose(hidden: mx.array, i: int) -> mx.array:
             end = i + hidden.shape[1]
@@ -286,7 +287,7 @@ class DecodeGroup:
             logits = head.logits(hidden)
             return self._sampling.draft(logits, self._newest[:, None], positions[:, i:end], own)
 
-        return self._drafter.draft(num_drafts, self._lengths, longest, choose)
+        return drafter.draft(drafts.num_tokens, self._lengths, longest, choose)
 
     def _failed_rows(self) -> list[int]:
         """Let matchers consume the previous step's tokens; return the indices of rows whose matchers have failed."""
@@ -317,7 +318,7 @@ class DecodeGroup:
         return lengths.pop() if len(lengths) == 1 else None
 
     def _commit(
-        self, sampled: mx.array, hidden: mx.array | None, num_kept: mx.array | None, longest: int, head_is_current: bool
+        self, sampled: mx.array, hidden: mx.array | None, num_kept: mx.array | None, longest: int, drafted: str | None
     ) -> None:
         """Update the rows' state on the device with the kept tokens.
 
@@ -326,7 +327,7 @@ class DecodeGroup:
             hidden: [B, k + 1, hidden]; None if the model returns none.
             num_kept: int32 [B], how many of the samples each row keeps; None for the only one.
             longest: At least the rows' most cached tokens before the step.
-            head_is_current: Whether the drafter has read all pairs before this step, because it drafted.
+            drafted: See Drafters.add.
         """
         kept = mx.ones_like(self._lengths) if num_kept is None else num_kept
         before, self._lengths = self._lengths, self._lengths + kept
@@ -336,13 +337,10 @@ class DecodeGroup:
         else:
             self._cache.commit(num_kept)
             self._newest = mx.take_along_axis(sampled, (num_kept - 1)[:, None], axis=1)[:, 0]
-        read = None if self._head is None else self._head.read(hidden, sampled)
-        if self._drafter is not None and read is not None:
-            pairs = PendingHiddenStates(mx.maximum(sampled, 0), read, kept, sampled.shape[1])
-            if head_is_current:
-                self._drafter.pending = pairs
-            else:
-                self._drafter.skip(pairs, before, longest + sampled.shape[1])
+        read = None if self._heads is None else self._heads.read(hidden, sampled)
+        if self._drafters is not None and read is not None:
+            extent = longest + sampled.shape[1]
+            self._drafters.add(mx.maximum(sampled, 0), read, kept, drafted, before, extent)
 
     def _start(self, launched: PendingStep) -> PendingStep:
         arrays = [launched.tokens, self._newest, self._lengths, *self._sampling.state]
@@ -352,12 +350,12 @@ class DecodeGroup:
             arrays.append(launched.num_accepted)
         if launched.logprobs is not None:
             arrays.extend(launched.logprobs.arrays)
-        if self._drafter is not None:
-            arrays.extend(self._drafter.pending.state)
+        if self._drafters is not None:
+            arrays.extend(self._drafters.pending_state)
         mx.async_eval(arrays)
         self._steps += 1
         if self._steps % EVAL_STEPS == 0:
-            mx.eval(self._cache.state, [] if self._drafter is None else self._drafter.state)
+            mx.eval(self._cache.state, [] if self._drafters is None else self._drafters.state)
         return launched
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from engine.core.runner import Drafts, RowOutput, RowSnapshot
 from engine.worker.compiled import CompiledForward
 from engine.worker.decode import DecodeGroup, JoiningRow
-from engine.worker.drafter import DraftingModel
+from engine.worker.drafting_models import DraftingModels
 from engine.worker.language_model import LanguageModel
 from engine.worker.snapshot import DeviceSegment, StateSnapshot
 
@@ -19,11 +19,11 @@ class DecodeBatch:
     """Holds the decode groups by id."""
 
     def __init__(
-        self, language_model: LanguageModel, head: DraftingModel | None, vocab_size: int, compiled: bool = False
+        self, language_model: LanguageModel, heads: DraftingModels | None, vocab_size: int, compiled: bool = False
     ):
         self._language_model = language_model
         self._compiled = CompiledForward(language_model.decode) if compiled else None
-        self._head = head
+        self._heads = heads
         self._vocab_size = vocab_size
         self._groups: dict[int, DecodeGroup] = {}  # by `Row.decode_group`
 
@@ -47,10 +47,10 @@ class DecodeBatch:
             if number in self._groups:
                 self._groups[number].join([first, *others])
                 continue
-            group = DecodeGroup(self._language_model, self._head, self._vocab_size, first, self._compiled)
+            group = DecodeGroup(self._language_model, self._heads, self._vocab_size, first, self._compiled)
             if others and first.moves:  # the group has taken these layers, and is about to replace them
-                first.cache.clear()
-                (first.head_cache or []).clear()
+                for cache in (first.cache, *first.head_caches):
+                    cache.clear()
             if others:
                 group.join(others)
             self._groups[number] = group

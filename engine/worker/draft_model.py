@@ -100,7 +100,6 @@ class DraftModel:
         num_embeddings: Of the target, whose prompts may have every token id below it.
     """
 
-    proposer = SeparateModel.name
     lead = 1
     block: DraftBlock | None = None
     sharing: SharingHead | None = None

@@ -24,8 +24,6 @@ MAX_PENDING = 128  # pending pairs per row: hidden states take as much memory as
 class DraftingModel(Protocol):
     """The interface of a model that drafts: a head, or a separate model."""
 
-    proposer: str
-    """Name of the proposer under which its drafts are counted."""
     lead: int
     """Entries of its cache before that of the first pair (token 1, hidden state 0)."""
     as_offset: bool
@@ -114,6 +112,14 @@ class Drafter:
         self._cache.select(rows, num_slots, leaving)
         self.pending = pending
 
+    def keep_first(self, num_rows: int) -> None:
+        """Keep the first rows, in their slots: undoes `join`."""
+        self.select(list(range(num_rows)), self._cache.num_slots)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.pending.count)
+
     @property
     def layers(self) -> list[Any]:
         """Layers of the head's cache of all rows."""
@@ -174,20 +180,20 @@ class Drafter:
         cache = self._cache.at(at, extent + num_drafts + 1 + self._head.lead)
         return block.states(newest, cache, at[:, None] + mx.arange(num_drafts + 1))
 
-    def row(self, index: int, num_tokens: int) -> tuple[SequenceCache, mx.array | None]:
+    def row(self, index: int, num_tokens: int) -> tuple[SequenceCache, mx.array]:
         """Return one row's state as after a prompt of `num_tokens` tokens. Waits for the device.
 
         All pending pairs but the last go into a copy of the row's cache; the group does not change.
 
         Returns:
-            Its cache, and the pending hidden state [1, 1, hidden]; no layers and None with a head that shares the
-            target's keys and values, which needs neither of a prompt before its last token.
+            Its cache, which has no layers with a head that shares the target's keys and values, and the pending hidden
+            state [1, 1, hidden].
         """
-        if self._head.sharing is not None:
-            return [], None
         num_waiting = int(np.array(self.pending.count)[index])
         last = num_waiting - 1
         ids, hidden = self.pending.token_ids[index : index + 1], self.pending.hidden[index : index + 1]
+        if self._head.sharing is not None:
+            return [], hidden[:, last:num_waiting]
         cache = self._cache.row(index, num_tokens - num_waiting + self._head.lead)
         if last:
             self._head.prime(ids[:, :last], hidden[:, :last], cache)

@@ -21,7 +21,6 @@ from engine.worker.quantized_kv import UNQUANTIZED_BITS, KVFormat, QuantizedKVCa
 class DraftingHead:
     """Drafts with a head for its target. Implements DraftingModel."""
 
-    proposer = "mtp"
     lead = 0
 
     def __init__(self, head: Head, language_model: LanguageModel):

@@ -1,6 +1,6 @@
 """The language model as the runner uses it: one forward, with explicit positions where the model takes them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -94,8 +94,8 @@ class LanguageModel:
         language_model: The library's module.
         exact: `mtp_exact` of the configuration.
         kv_bits: `kv_cache.bits` of the configuration.
-        has_head: Whether hidden states are returned for a head; with explicit positions they always are.
-        layer_outputs: What a head reads instead of the hidden states of which logits are made; None for these.
+        reads: What each head reads: outputs of modules, or None for the hidden states of which logits are made. These
+            are returned without a head too, if positions are explicit.
     """
 
     def __init__(
@@ -103,14 +103,12 @@ class LanguageModel:
         language_model: Any,
         exact: MTPExact = "auto",
         kv_bits: int = UNQUANTIZED_BITS,
-        has_head: bool = False,
-        layer_outputs: ModuleOutputs | None = None,
+        reads: Sequence[ModuleOutputs | None] = (),
     ):
         self.lm = language_model
         self.kv_bits = kv_bits
         self.exact: MTPExact = exact
-        self._has_head = has_head and layer_outputs is None
-        self._layer_outputs = layer_outputs
+        self._reads = tuple(reads)
         self._returns_hidden = hasattr(language_model, "speculative_logits_from_hidden") and not any(
             hasattr(language_model, name) for name in OTHER_VERIFIERS
         )
@@ -129,15 +127,29 @@ class LanguageModel:
 
     @property
     def has_exact_verifier(self) -> bool:
-        return self._wants_hidden and self._returns_hidden and self._layer_outputs is None
+        return self._wants_hidden and self._returns_hidden and not any(self._reads)
 
     def _read(self, hidden: mx.array | None = None) -> mx.array | None:
-        """Return what a head reads of the last forward, whose hidden states after the last norm are given."""
-        return hidden if self._layer_outputs is None else self._layer_outputs.take()
+        """Return what heads read of the last forward, whose hidden states after the last norm are given."""
+        if not self._reads:
+            return hidden
+        parts = self._parts(hidden)
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+    def _parts(self, hidden: mx.array | None) -> list[mx.array]:
+        parts = [hidden if one is None else one.take() for one in self._reads]
+        return [part for part in parts if part is not None]
+
+    @cached_property
+    def parts_read(self) -> list[tuple[int, mx.Dtype]]:
+        """Values that each head reads of a token, and their dtype, in the order of `reads`. Computes nothing."""
+        token, where = mx.zeros((1, 1), mx.int32), np.zeros((3, 1, 1), np.int32)
+        hidden = self._extend(token, None, self.make_cache(), where, launch=False)
+        return [(part.shape[-1], part.dtype) for part in self._parts(hidden)]
 
     @property
     def _wants_hidden(self) -> bool:
-        return self.explicit_positions or self._has_head
+        return self.explicit_positions or None in self._reads
 
     def _flat(self, positions: np.ndarray | mx.array) -> dict[str, Any]:
         """Return the argument [B, L] of a model with one position per token that would otherwise keep its own."""
@@ -262,8 +274,8 @@ class LanguageModel:
             positions: int32 [B, L], logical.
 
         Returns:
-            Logits [B, L, vocab], and what a head reads: hidden states [B, L, hidden] after the last norm, or the
-            outputs of several layers; None without a head or explicit positions.
+            Logits [B, L, vocab], and what heads read, beside each other: hidden states [B, L, hidden] after the last
+            norm, or the outputs of several layers; None without a head or explicit positions.
         """
         if not self._wants_hidden:
             logits = self.lm(token_ids, cache=self._nested(cache), **self._flat(positions)).logits
@@ -305,7 +317,7 @@ class LanguageModel:
             launch: Whether to compute; otherwise the cache only has the shapes that it would have.
 
         Returns:
-            What a head reads, see `decode`; None without a head or explicit positions.
+            What heads read, see `decode`; None without a head or explicit positions.
         """
         return self._read(self._extend(token_ids, chunk, cache, positions, launch))
 
@@ -410,7 +422,7 @@ class LanguageModel:
         The hidden states are lazy. Takes no images. Requires that `states_unsupported_reason` returns None.
         """
         hidden = self._states(token_ids, cache, positions)
-        self._read()  # frees the outputs of the layers
+        self._parts(hidden)  # frees the outputs of the layers
         return hidden
 
     def _states(self, token_ids: mx.array, cache: list, positions: np.ndarray | mx.array) -> mx.array:

@@ -17,6 +17,8 @@ class FoundProposer:
     status: str  # READY, or why it does not draft.
     path: Path | None = None  # Directory of its weights; None without any, or where loading finds it.
     module: Any | None = None  # The library's model or the head; None before it is loaded, and if it does not draft.
+    kind: str = ""  # Name of its kind, which is its own name but for the second head and later ones.
+    text: str = ""  # Form and source of its weights, for status and log; empty if the path tells.
 
 
 @dataclass(frozen=True)
@@ -48,5 +50,5 @@ class LoadedModel:
     num_weight_bytes: int  # In memory, with those of the model that drafts.
     dtype: str  # Floating dtype that it computes in.
     quantized_weights: str  # What was done with them.
-    proposers: Mapping[str, FoundProposer]  # By name; at most one has a module.
+    proposers: Mapping[str, FoundProposer]  # By name; those of one kind at most have modules.
     fingerprint: str  # See ModelRunner.

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -195,23 +195,29 @@ def load(
         opened = opening(config)
         module, path, dtype = opened.module, opened.path, opened.dtype
         found = {
-            one.name: one.load(config, each, opened, open_model) if each.status == READY else each
-            for one in proposers.with_models()
-            for each in [opened.proposers[one.name]]
+            name: proposers.kind_of(name, each).load(config, each, opened, open_model) if each.status == READY else each
+            for name, each in opened.proposers.items()
         }
-        drafting = proposers.loaded_proposer(found)
-        num_bytes = _read_weights([module] if drafting is None else [module, drafting.module], report)
+        drafting = proposers.loaded_proposers(found)
+        num_bytes = _read_weights([module, *(one.module for one in drafting)], report)
     module.eval()
     if hasattr(module, "language_model"):
         run_ahead.limit(module.language_model)
-    if drafting is not None:
-        drafting.kind.check(drafting.module, opened.config)
+    if drafting:
+        for one in drafting:
+            one.kind.check(one.module, opened.config)
         sizes = opened.vocab_size, num_embeddings(opened.config)
-        check_kv_bits(config.kv_cache.bits, module, lambda model: drafting.drafting_model(Target(model, *sizes)))
+        check_kv_bits(
+            config.kv_cache.bits,
+            module,
+            lambda model: [one.drafting_model(Target(model, *sizes)) for one in drafting],
+        )
     log.info("loaded %s: %.1f MB of weights, %s, on %s", path, num_bytes / 1e6, dtype, mx.default_device())
     log.info("quantized weights: %s", opened.expansion.text)
-    for one in proposers.with_models():
-        log.info("%s: %s", one.label, found[one.name].path or found[one.name].status)
+    for name, each in found.items():
+        kind = proposers.kind_of(name, each)
+        label = kind.label if name == kind.name else f"{kind.label} {name}"
+        log.info("%s: %s", label, each.path or each.status)
     log.info("images: %s", images_unsupported_reason(path, opened.config) or "yes")
     return LoadedModel(
         module=module,
@@ -240,13 +246,15 @@ def _facts(config: EngineConfig, opened: OpenedModel) -> tuple[str, ...]:
     return opened.dtype, *COMPUTED_BY, devices.device_kind(), kv_bits, expanded, *opened.rope_facts, *masks
 
 
-def check_kv_bits(bits: int, module: Any, drafting: Callable[[LanguageModel], DraftingModel] | None = None) -> None:
+def check_kv_bits(
+    bits: int, module: Any, drafting: Callable[[LanguageModel], Sequence[DraftingModel]] = lambda model: ()
+) -> None:
     """Check that keys and values can be stored with so many bits. Computes nothing.
 
     Args:
         bits: `kv_cache.bits`.
         module: The mlx_vlm model.
-        drafting: Makes the model that drafts for it; None without one, or before it is loaded.
+        drafting: Makes the models that draft for it; none before they are loaded.
 
     Raises:
         EngineFailed: They cannot; the message has the layer and the reason.
@@ -254,8 +262,8 @@ def check_kv_bits(bits: int, module: Any, drafting: Callable[[LanguageModel], Dr
     language_model = LanguageModel(module.language_model, kv_bits=bits)
     try:
         language_model.make_cache()
-        if drafting is not None:
-            drafting(language_model).make_cache()
+        for one in drafting(language_model):
+            one.make_cache()
     except ValueError as error:
         raise EngineFailed(f"kv_cache.bits is {bits}: {error}; use 16") from error
 

@@ -72,9 +72,9 @@ def measure(
         snapshot: A snapshot of any prompt.
         vision: The vision encoder, None for a text model.
         drafts: The ways to draft.
-        head_layers: Attention layers of the model that drafts, which come last.
-        pending_tokens: The most tokens of a row whose hidden states wait for the head.
-        hidden_bytes: Of one such hidden state; 0 without a head.
+        head_layers: Attention layers of the models that draft, which come last.
+        pending_tokens: The most tokens of a row whose hidden states wait for heads.
+        hidden_bytes: Of the hidden states of one such token, of all heads; 0 without a head.
         num_heads: Query heads of an attention layer, whose scores in a step are too small to be measured.
         kv_formats: Of the layers whose keys and values are quantized.
         expanded_bytes: Of the largest weights that are expanded for more rows than the probes' steps have.
@@ -223,12 +223,13 @@ def _row(name: str, num_tokens: int, sampling: SamplingParams = GREEDY) -> Row:
 
 
 def _decoding(runner: ModelRunner, drafts: Sequence[Drafts]) -> int:
-    """Return the peak of plain steps and of those with the most drafts.
+    """Return the peak of plain steps, and of those with the most drafts of each model and of all proposers.
 
-    A model that drafts computes and stores more than a selective proposer does with as many tokens, so it goes first.
+    A model that drafts computes and stores more than a selective proposer does with as many tokens.
     """
-    most = sorted(drafts, key=lambda one: (one.num_tokens, not one.is_selective))[-1:]
-    return max(_peak(lambda one=one: _steps(runner, one)) for one in (PLAIN, *most))
+    ordered = sorted(drafts, key=lambda one: (one.num_tokens, not one.is_selective))
+    most = {one.proposer: one for one in ordered if not one.is_selective or one is ordered[-1]}
+    return max(_peak(lambda one=one: _steps(runner, one)) for one in (PLAIN, *most.values()))
 
 
 def _steps(runner: ModelRunner, drafts: Drafts) -> None:

@@ -107,13 +107,21 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
     sparse = whole or paths.sparse_prefill
     yield f"prefix cache     {'yes' if whole is None else f'no: {whole}'}"
     yield f"bursts           {whole or paths.bursts or 'yes'}"
-    yield f"MTP head         {opened.proposers[MTP.name].path or opened.proposers[MTP.name].status}"
+    yield f"MTP head         {_heads(opened)}"
     yield f"prompt lookup    {paths.drafts[PromptLookup.name] or 'yes'}"
     yield f"sparse prefill   {'yes' if sparse is None else f'no: {sparse}'}"
     if draft is not None:
         yield f"draft model      {draft}: {_draft_reason(opened.path, draft) or 'has the same tokenizer'}"
     yield from _without_text(opened, language_model)
     yield from _memory(config, opened, RowBytes.of(language_model))
+
+
+def _heads(opened: loader.OpenedModel) -> str:
+    """Return the directory of each MTP head, with its proposer if there are several, or why there is none."""
+    first, *others = [(name, one) for name, one in opened.proposers.items() if one.kind == MTP.name]
+    if not others:
+        return str(first[1].path or first[1].status)
+    return ", ".join(f"{one.path} ({name})" for name, one in (first, *others))
 
 
 def _of_encoder(config: EngineConfig, draft: str | None) -> Iterator[str]:
@@ -185,7 +193,7 @@ def check_each(models: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def _memory(config: EngineConfig, opened: loader.OpenedModel, row: RowBytes) -> Iterator[str]:
     modules: list[Any] = [opened.module]
-    if (head_dir := opened.proposers[MTP.name].path) is not None:
+    for head_dir in (one.path for one in opened.proposers.values() if one.kind == MTP.name and one.path is not None):
         modules.append(mtp_loader.load_head(head_dir, opened.config, opened.module.language_model))
     weights = sum(map(_num_bytes, modules))
     yield from _weights(config, opened, weights)

@@ -60,7 +60,7 @@ from engine.worker.pooling import PooledStates
 from engine.worker.prefill import Prefill, PromptState, first_tokens
 from engine.worker.processors import advance_matcher
 from engine.worker.proposer import Target
-from engine.worker.proposers import loaded_proposer, offered
+from engine.worker.proposers import drafting_models, loaded_proposers, offered
 from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays
 from engine.worker.vision import VisionEncoder
 from engine.worker.vision_towers import make_tower
@@ -97,13 +97,12 @@ class MLXRunner:
         self._device_lock = device_lock
         patches.install(decodes=True)
         self._model = model
-        drafting = loaded_proposer(model.proposers)
+        drafting = loaded_proposers(model.proposers)
         self._language_model = LanguageModel(
             model.module.language_model,
             config.mtp_exact,
             config.kv_cache.bits,
-            has_head=drafting is not None and drafting.kind.reads_target,
-            layer_outputs=None if drafting is None else drafting.layer_outputs,
+            [one.layer_outputs for one in drafting if one.kind.reads_target],
         )
         if config.mtp_exact == "on" and not self._language_model.has_exact_verifier:
             family = model.config.get("model_type")
@@ -112,24 +111,23 @@ class MLXRunner:
             )
         num_split = 0
         if not devices.on_gpu() and blas.has_idle_core():
-            num_split = split_products.install(
-                model.module.language_model, *([] if drafting is None else [drafting.module])
-            )
+            num_split = split_products.install(model.module.language_model, *(one.module for one in drafting))
         self.vocab_size, self.num_embeddings = model.vocab_size, num_embeddings(model.config)
         target = Target(self._language_model, self.vocab_size, self.num_embeddings)
-        self._head = None if drafting is None else drafting.drafting_model(target)
+        self._heads = drafting_models(drafting, target)
         self._vision, whole = self._make_vision(model, config), whole_prompts(model.config)
         image_token = image_token_id(model.config)
-        self._prefill = Prefill(self._language_model, self._head, self._vision, image_token, bool(whole))
-        self._burst = BurstPrefill(self._language_model, self._head)
+        self._prefill = Prefill(self._language_model, self._heads, self._vision, image_token, bool(whole))
+        self._burst = BurstPrefill(self._language_model, self._heads)
         paths = FastPaths.of(self._language_model, model.config["model_type"])
         compiled = use_compiled(config, paths)
-        self._batch = DecodeBatch(self._language_model, self._head, model.vocab_size, compiled)
+        self._batch = DecodeBatch(self._language_model, self._heads, model.vocab_size, compiled)
         self._prompts: dict[str, PromptState] = {}  # by the ids of the rows that share it
         self.max_context_tokens = model.max_context_tokens
-        self.drafts, self.no_drafts = offered(config, model.proposers, target, self._head)
+        models = {} if self._heads is None else self._heads.by_name
+        self.drafts, self.no_drafts = offered(config, model.proposers, target, models)
         self.image_token_id, self.whole_images = self._prefill.image_token_id, bool(self._prefill.both_ways)
-        self.snapshots_prefixes = paths.prefix_snapshots is None and self._head is None
+        self.snapshots_prefixes = paths.prefix_snapshots is None and self._heads is None
         self.whole_prompts, self.no_sparse = whole, whole or paths.sparse_prefill
         self.no_pooling = whole or self._language_model.states_unsupported_reason()
         _check_reranker(model, self._language_model)
@@ -151,6 +149,7 @@ class MLXRunner:
             "split_products": num_split,
             "explicit_positions": self._language_model.explicit_positions,
             MTP.name: model.proposers[MTP.name].status,
+            "heads": {name: one.text for name, one in model.proposers.items() if one.text},
             "mtp_exact": _exactness(self._language_model),
             "compiled": compiled,
         }
@@ -197,12 +196,12 @@ class MLXRunner:
         progress(1.0)
 
     def _measured_costs(self, a_snapshot: StateSnapshot, num_heads: int) -> MemoryCosts:
-        head_cache = [] if self._head is None else self._head.make_cache()
-        cache = [*self._language_model.make_cache(), *head_cache]
+        head_layers = [layer for one in ([] if self._heads is None else self._heads.make_caches()) for layer in one]
+        cache = [*self._language_model.make_cache(), *head_layers]
         kv_formats = [kind_of(layer).kv_format(layer) for layer in cache if appends(layer)]
         quantized = [kv_format for kv_format in kv_formats if kv_format is not None]
-        pending = most_pending(self._head, self.drafts), hidden_bytes(self._head, self._language_model)
-        head = sum(map(appends, head_cache)), *pending
+        pending = most_pending(self._heads, self.drafts), hidden_bytes(self._heads, self._language_model)
+        head = sum(map(appends, head_layers)), *pending
         lm, measured = self._language_model.lm, (self, a_snapshot, self._vision, self.drafts)
         expanded = quantized_cuda.most_expanded_bytes(lm)
         costs = memory_costs.measure(*measured, num_heads, *head, quantized, expanded)
@@ -282,7 +281,7 @@ class MLXRunner:
         for row_id in row_ids:
             prompt = self._prompts.pop(row_id, None)
             if prompt is not None and row_id in lent:
-                layers, prompt.cache, prompt.head_cache = prompt.layers, [], None
+                layers, prompt.cache, prompt.head_caches = prompt.layers, [], []
                 fill(lent[row_id], layers, release=True)
         self._batch.remove(row_ids, lent)
 
@@ -326,7 +325,7 @@ class MLXRunner:
         """Free everything on the device thread, which must not use MLX afterwards."""
         self._prompts.clear()
         self._batch.clear()
-        del self._model, self._language_model, self._head, self._prefill, self._vision, self._batch
+        del self._model, self._language_model, self._heads, self._prefill, self._vision, self._batch
         self._a_snapshot = None
         gc.collect()
         mx.clear_cache()
@@ -387,7 +386,7 @@ class MLXRunner:
     def _joining_row(self, row: Row, prompt: PromptState, first: RowOutput, moves: bool) -> JoiningRow:
         """Return a joining row for a complete prompt. moves: see JoiningRow."""
         token_id, position = first.token_ids[0], prompt.next_position
-        return JoiningRow(row, prompt.cache, position, token_id, prompt.head_cache, prompt.hidden, moves, self.drafts)
+        return JoiningRow(row, prompt.cache, position, token_id, prompt.head_caches, prompt.hidden, moves, self.drafts)
 
     def _forget_prompt(self, rows: Sequence[Row]) -> None:
         for row in rows:

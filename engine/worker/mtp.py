@@ -30,9 +30,9 @@ MOST_STATES = 3
 
 
 class MTP(ModelProposer):
-    """Implements Proposer."""
+    """Implements Proposer. Each head is a proposer of its own."""
 
-    name = DraftingHead.proposer
+    name = "mtp"
     label = "MTP head"
     needs_rewind = False  # a family has a head or not, and other heads check the target themselves
     reads_target = True
@@ -44,9 +44,14 @@ class MTP(ModelProposer):
     def unsupported_reason(self, family: str, no_rewind: str | None) -> str | None:
         return mtp_loader.family_unsupported_reason(family)
 
-    def find(self, config: EngineConfig, model_dir: Path, model_config: dict[str, Any]) -> FoundProposer:
-        path, status = mtp_loader.find_head(config, model_dir, model_config)
-        return FoundProposer(status, path)
+    def find_all(self, config: EngineConfig, model_dir: Path, model_config: dict[str, Any]) -> dict[str, FoundProposer]:
+        """Find each head; the first has the kind's own name, whatever its form, the others are named by their form."""
+        found = dict[str, FoundProposer]()
+        for head in mtp_loader.find_heads(config, model_dir, model_config):
+            same = sum(name.split("-")[0] == head.form for name in found)
+            name = self.name if not found else f"{head.form}-{same + 1}" if same else head.form
+            found[name] = FoundProposer(head.status, head.path, text=head.text)
+        return found
 
     def load(
         self,

@@ -1,17 +1,19 @@
-"""Loads the model's MTP head: finds it, and checks that it fits the model and that its values are plausible.
+"""Loads the model's MTP heads: finds them, and checks that they fit the model and that their values are plausible.
 
-Searched in this order: `mtp_head` (a directory or hub repository with any of the following, with an EAGLE-3 head or
-with a DFlash drafter), the checkpoint's own tensors of a head, and what lies beside the checkpoint: `<model>-mtp`, the
-output of `mlx_vlm.split_mtp` or `mlx_vlm.convert --mtp`, or `<model>-assistant`, as the assistants of Gemma 4 are
-published. How heads are stored and computed is the matter of their forms in engine/worker/heads.
+`mtp_head` names each as a directory or hub repository with any of the following, with an EAGLE-3 head or with a DFlash
+drafter. Without it, or where it says `own`, there is the head of the checkpoint's own tensors, or else what lies beside
+the checkpoint: `<model>-mtp`, the output of `mlx_vlm.split_mtp` or `mlx_vlm.convert --mtp`, or `<model>-assistant`, as
+the assistants of Gemma 4 are published. How heads are stored and computed is the matter of their forms in
+engine/worker/heads.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from engine.config import DraftLimits, EngineConfig, MTPConfig
+from engine.config import OWN_HEAD, DraftLimits, EngineConfig, MTPConfig
 from engine.errors import EngineFailed
 from engine.processing.checkpoint import read_config, read_optional_json, refuse_code, resolve_checkpoint
 from engine.worker.heads.deepseek_v4 import DEEPSEEK_V4
@@ -40,23 +42,49 @@ FORMATS: dict[str, HeadFormat] = {
     **GEMMA4_FORMATS,
 }
 """By the model_type of a checkpoint."""
-OWN_FORMATS: tuple[HeadFormat, ...] = (Eagle3Format(), DFlashFormat(), GEMMA4)
-"""Formats of heads that are recognized by their own config.json; only `mtp_head` names those that are in no FORMATS."""
+OWN_FORMATS: dict[str, HeadFormat] = {"eagle3": Eagle3Format(), "dflash": DFlashFormat(), "assistant": GEMMA4}
+"""Formats of heads that are recognized by their own config.json, by the name of their form; only `mtp_head` names those
+that are in no FORMATS."""
+OTHER_FORM = "mtp"
+"""Name of all other forms."""
 BESIDE = ("-mtp", "-assistant")
 """Suffixes of a model directory's name under which its head is looked for."""
 
 
-def find_head(config: EngineConfig, model_dir: Path, model_config: dict[str, Any]) -> tuple[Path | None, str]:
-    """Return the directory of the model's head and READY, or None and why there is no head.
+@dataclass(frozen=True)
+class FoundHead:
+    """A head as it was found."""
+
+    path: Path | None  # Its directory; None if there is no head.
+    status: str  # READY, or why there is no head.
+    form: str = OTHER_FORM  # Name of its form: one of OWN_FORMATS, or OTHER_FORM.
+    source: str = OWN_HEAD  # How the configuration names it.
+
+    @property
+    def text(self) -> str:
+        """Form and source of a head, for status and log; empty without one."""
+        return "" if self.path is None else f"{self.form}: {self.source}"
+
+
+def find_heads(config: EngineConfig, model_dir: Path, model_config: dict[str, Any]) -> list[FoundHead]:
+    """Return the model's heads, in the order of `mtp_head`; one without a path if there is none.
 
     Raises:
-        EngineFailed: The configuration asks for a head, and none was found.
+        EngineFailed: The configuration asks for a head, and it was not found, or names one twice.
     """
-    head_dir, status = _search(config.mtp_head, model_dir, model_config)
-    asked_for = "mtp_head" if config.mtp_head is not None else "mtp" if isinstance(config.mtp, MTPConfig) else None
-    if head_dir is None and asked_for is not None:
-        raise EngineFailed(f"{asked_for} is configured, but there is no usable MTP head: {status}")
-    return head_dir, status
+    asked_for = "mtp_head" if config.mtp_heads else "mtp" if isinstance(config.mtp, MTPConfig) else None
+    found: list[FoundHead] = []
+    for name in config.mtp_heads or [OWN_HEAD]:
+        path, status = _search(name, model_dir, model_config)
+        if path is None and asked_for is not None:
+            named = f", which names {name!r}" if len(config.mtp_heads) > 1 else ""
+            raise EngineFailed(f"{asked_for} is configured{named}, but there is no usable MTP head: {status}")
+        same = next((one for one in found if one.path and path and one.path.samefile(path)), None)
+        if same is not None:
+            raise EngineFailed(f"mtp_head names the head in {path} twice, as {same.source!r} and {name!r}")
+        form = None if path is None else _own_form(path)
+        found.append(FoundHead(path, status, form or OTHER_FORM, name))
+    return found
 
 
 def load_head(head_dir: Path, model_config: dict[str, Any], language_model: Any) -> Head:
@@ -113,11 +141,12 @@ def check_values(head: Any, model_config: dict[str, Any]) -> None:
 
 
 def _format_of(head_dir: Path, model_config: dict[str, Any]) -> HeadFormat:
-    return _own_format(head_dir) or FORMATS[str(model_config["model_type"])]
+    form = _own_form(head_dir)
+    return FORMATS[str(model_config["model_type"])] if form is None else OWN_FORMATS[form]
 
 
-def _own_format(head_dir: Path) -> HeadFormat | None:
-    return next((one for one in OWN_FORMATS if one.is_in(head_dir)), None)
+def _own_form(head_dir: Path) -> str | None:
+    return next((form for form, one in OWN_FORMATS.items() if one.is_in(head_dir)), None)
 
 
 def family_unsupported_reason(model_type: str) -> str | None:
@@ -125,10 +154,10 @@ def family_unsupported_reason(model_type: str) -> str | None:
     return None if model_type in FORMATS else f"MTP heads of model_type {model_type} are not supported"
 
 
-def _search(mtp_head: str | None, model_dir: Path, model_config: dict[str, Any]) -> tuple[Path | None, str]:
+def _search(mtp_head: str, model_dir: Path, model_config: dict[str, Any]) -> tuple[Path | None, str]:
     family = str(model_config.get("model_type"))
-    head_dir = None if mtp_head is None else _resolve(mtp_head)
-    if head_dir is not None and _own_format(head_dir) is not None:
+    head_dir = None if mtp_head == OWN_HEAD else _resolve(mtp_head)
+    if head_dir is not None and _own_form(head_dir) is not None:
         return head_dir, READY
     if head_dir is not None and (reason := refused_drafter(read_config(head_dir))) is not None:
         raise EngineFailed(f"mtp_head: the drafter in {head_dir} is not supported: {reason}")

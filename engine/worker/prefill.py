@@ -14,7 +14,7 @@ from engine.core.row import Row
 from engine.core.runner import ImageLeft, RowOutput
 from engine.errors import InvalidRequest
 from engine.protocol import ImagePatches
-from engine.worker.drafter import DraftingModel
+from engine.worker.drafting_models import DraftingModels
 from engine.worker.image_chunk import ImageChunk
 from engine.worker.kv_cache import SequenceCache, num_bytes
 from engine.worker.kv_layer import slots_like
@@ -51,10 +51,10 @@ class PromptState:
     """Logical position of the first generated token."""
     image_index: np.ndarray
     """int32 [n], indices of the image tokens among token_ids."""
-    head_cache: SequenceCache | None = None
-    """The cache of the model that drafts; None without one."""
+    head_caches: list[SequenceCache] = field(default_factory=list)
+    """The cache of each model that drafts."""
     hidden: mx.array | None = None
-    """Last hidden state [1, 1, hidden], which the head has not read yet; None without a head, see `waits`."""
+    """Last hidden state [1, 1, hidden], which no head has read yet; None without a head, see `waits`."""
     features: list[mx.array] = field(default_factory=list)
     """Features of the images encoded so far."""
     all_features: mx.array | None = None
@@ -76,8 +76,8 @@ class PromptState:
 
     @property
     def layers(self) -> SequenceCache:
-        """Layers of the target's cache, then of that of the model that drafts."""
-        return [*self.cache, *(self.head_cache or [])]
+        """Layers of the target's cache, then of those of the models that draft."""
+        return [*self.cache, *(layer for cache in self.head_caches for layer in cache)]
 
     @property
     def num_bytes(self) -> int:
@@ -89,7 +89,7 @@ class Prefill:
 
     Args:
         language_model: The language model.
-        head: The model that drafts, None without one.
+        heads: The models that draft, None without one.
         vision: The vision encoder, None for a text model.
         image_token_id: The placeholder of images.
         whole_prompts: Whether the tokens of a prompt see each other, see ModelRunner.whole_prompts.
@@ -98,13 +98,13 @@ class Prefill:
     def __init__(
         self,
         language_model: LanguageModel,
-        head: DraftingModel | None,
+        heads: DraftingModels | None,
         vision: VisionEncoder | None,
         image_token_id: int | None,
         whole_prompts: bool = False,
     ):
         self._language_model = language_model
-        self._head = head
+        self._heads = heads
         self._vision = vision
         self.image_token_id = image_token_id
         self.both_ways = frozenset() if vision is None else vision.both_ways
@@ -129,14 +129,12 @@ class Prefill:
             _check_images(index, computed)
             ids, successors, positions = ids[computed], successors[computed], positions[..., computed]
             index = np.searchsorted(computed, index).astype(np.int32)
-        cache, head_cache = (
-            self._language_model.make_cache(),
-            self._head.make_cache() if self._head is not None else None,
-        )
-        self._make_room([*cache, *(head_cache or [])], len(ids))
-        if self._head is not None and head_cache is not None:
-            self._head.begin(int(request.prompt_token_ids[0]), head_cache)
-        prompt = PromptState(ids, successors, cache, positions, next_position, index, head_cache)
+        cache = self._language_model.make_cache()
+        head_caches = [] if self._heads is None else self._heads.make_caches()
+        prompt = PromptState(ids, successors, cache, positions, next_position, index, head_caches)
+        self._make_room(prompt.layers, len(ids))
+        if self._heads is not None:
+            self._heads.begin(int(request.prompt_token_ids[0]), head_caches)
         prompt.num_whole = len(request.spec.token_ids) if self._whole_prompts else 0
         prompt.pooled = None if request.spec.pooling is None else PooledStates(request.spec.pooling)
         if request.spec.prompt_logprobs is not None and not request.output_token_ids:
@@ -238,9 +236,9 @@ class Prefill:
             hidden = self._language_model.extend(token_ids, embeds, prompt.cache, positions)
         else:
             logits, hidden = self._language_model.extend_to_end(token_ids, embeds, prompt.cache, positions)
-        read = None if self._head is None else self._head.read(hidden, token_ids)
-        if self._head is not None and read is not None:
-            self._prime(self._head, prompt, read)
+        read = None if self._heads is None else self._heads.read(hidden, token_ids)
+        if self._heads is not None and read is not None:
+            self._prime(self._heads, prompt, read)
         if logits is None:  # wait once per chunk, so that the cost model can measure it
             mx.eval([layer.state for layer in prompt.layers], [] if prompt.hidden is None else prompt.hidden)
         return end - start, logits
@@ -254,20 +252,19 @@ class Prefill:
         mx.eval([layer.state for layer in prompt.cache])
         return end - start, end == len(prompt.token_ids)
 
-    def _prime(self, head: DraftingModel, prompt: PromptState, hidden: mx.array) -> None:
-        """Let the head read each new hidden state with the token after it; the newest state waits for its token.
+    def _prime(self, heads: DraftingModels, prompt: PromptState, hidden: mx.array) -> None:
+        """Let heads read each new hidden state with the token after it; the newest state waits for its token.
 
         A head without a cache reads none of them.
         """
-        if not waits(head, prompt):
+        if not waits(heads, prompt):
             return
-        assert prompt.head_cache is not None
         before, start = hidden[:, :-1], prompt.done - hidden.shape[1]
         if prompt.hidden is not None:
             before, start = mx.concatenate([prompt.hidden, before], axis=1), start - 1
-        if before.shape[1] and prompt.head_cache:
+        if before.shape[1] and any(prompt.head_caches):
             behind = prompt.successors[None, start : prompt.done - 1].astype(np.int32)
-            head.prime(mx.array(behind), before, prompt.head_cache)
+            heads.prime(mx.array(behind), before, prompt.head_caches)
         prompt.hidden = mx.contiguous(hidden[:, -1:])
         mx.async_eval(prompt.hidden)
 
@@ -305,13 +302,14 @@ def _check_images(image_index: np.ndarray, computed: np.ndarray) -> None:
         raise InvalidRequest(f"the prefill plan omits {num_missing} of {len(image_index)} image tokens", "messages")
 
 
-def waits(head: DraftingModel, prompt: PromptState) -> bool:
-    """Return whether a prompt's newest hidden state waits for the head.
+def waits(heads: DraftingModels, prompt: PromptState) -> bool:
+    """Return whether a prompt's newest hidden state waits for heads.
 
-    A head that shares the target's keys and values reads only the state of a prompt's last token. Before it nothing but
-    the caches is evaluated, so the target's layers behind its last own keys and values are not computed.
+    A head that shares the target's keys and values reads only the state of a prompt's last token. Where there is no
+    other, nothing but the caches is evaluated before it, so the target's layers behind its last own keys and values are
+    not computed.
     """
-    return head.sharing is None or prompt.done == len(prompt.token_ids)
+    return heads.reads_prompts or prompt.done == len(prompt.token_ids)
 
 
 def first_tokens(rows: Sequence[Row], logits: mx.array, vocab_size: int) -> list[RowOutput]:

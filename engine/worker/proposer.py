@@ -86,7 +86,8 @@ class Proposer:
         Args:
             config: The configuration.
             target: The model that is drafted for.
-            model: The model that drafts, of any proposer; None without one.
+            model: The model that drafts for a ModelProposer, any model that drafts for a TextProposer; None without
+                one.
             found: The proposer's own weights; None for a TextProposer.
         """
         raise NotImplementedError
@@ -114,7 +115,7 @@ class TextProposer(Proposer):
 
 
 class ModelProposer(Proposer):
-    """Drafts with a model; at most one does."""
+    """Drafts with a model, or with several beside each other; those of one kind at most are loaded."""
 
     is_selective = False
     label: str
@@ -136,6 +137,10 @@ class ModelProposer(Proposer):
             EngineFailed: The configuration asks for it, and it cannot draft.
         """
         return FoundProposer(READY)
+
+    def find_all(self, config: EngineConfig, model_dir: Path, model_config: dict[str, Any]) -> dict[str, FoundProposer]:
+        """Return what `find` does by the names of proposers, of which the kind's own name is the first; see there."""
+        return {self.name: self.find(config, model_dir, model_config)}
 
     def load(
         self,
@@ -175,6 +180,6 @@ class ModelProposer(Proposer):
     def offer(
         self, config: EngineConfig, target: Target, model: DraftingModel | None, found: FoundProposer | None
     ) -> Sequence[int] | str:
-        if model is None or model.proposer != self.name:
+        if model is None:
             return "it has no weights" if found is None else found.status
         return self.lengths(model, target)

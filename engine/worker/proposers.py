@@ -1,7 +1,7 @@
 """The proposers of draft tokens: the registry of their kinds, and those of a loaded model."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from engine.core.runner import Drafts
 from engine.errors import EngineFailed
 from engine.worker.draft_model import SeparateModel
 from engine.worker.drafter import DraftingModel
+from engine.worker.drafting_models import DraftingModels
 from engine.worker.language_model import LanguageModel
 from engine.worker.layer_outputs import ModuleOutputs
 from engine.worker.loaded_model import FoundProposer
@@ -26,8 +27,9 @@ PROPOSERS: tuple[Proposer, ...] = (MTP(), SeparateModel(), PromptLookup())
 
 @dataclass(frozen=True)
 class LoadedProposer:
-    """The proposer whose model drafts, with its module."""
+    """A proposer whose model drafts, with its module."""
 
+    name: str
     kind: ModelProposer
     module: Any
 
@@ -50,25 +52,36 @@ def find(config: EngineConfig, model_dir: Path, model_config: dict[str, Any]) ->
     Raises:
         EngineFailed: The configuration asks for one that cannot draft, or for two.
     """
-    found = {one.name: FoundProposer(one.off_reason) for one in with_models()}
+    found = {one.name: FoundProposer(one.off_reason, kind=one.name) for one in with_models()}
     candidates = [one for one in with_models() if config.draft_modes.get(one.name) != "off"]
     only = next((one for one in candidates if one.replaces_others and one.asked_for(config)), None)
     for one in candidates:
         if only is None or one is only:
-            found[one.name] = one.find(config, model_dir, model_config)
+            each = one.find_all(config, model_dir, model_config)
+            found |= {name: replace(proposer, kind=one.name) for name, proposer in each.items()}
         elif asked_for := " and ".join(one.asked_for(config)):
             raise EngineFailed(f"{only.name} is configured beside {asked_for}; only one of them can draft")
         else:
-            found[one.name] = FoundProposer(f"the configured {only.name} drafts instead")
+            found[one.name] = FoundProposer(f"the configured {only.name} drafts instead", kind=one.name)
     return found
 
 
-def loaded_proposer(found: Mapping[str, FoundProposer]) -> LoadedProposer | None:
-    """Return the proposer whose model drafts, None without one."""
-    for one in with_models():
-        if one.name in found and (module := found[one.name].module) is not None:
-            return LoadedProposer(one, module)
-    return None
+def kind_of(name: str, found: FoundProposer) -> ModelProposer:
+    """Return the kind of a proposer that was found."""
+    return next(one for one in with_models() if one.name == (found.kind or name))
+
+
+def loaded_proposers(found: Mapping[str, FoundProposer]) -> list[LoadedProposer]:
+    """Return the proposers whose models draft."""
+    return [
+        LoadedProposer(name, kind_of(name, one), one.module) for name, one in found.items() if one.module is not None
+    ]
+
+
+def drafting_models(loaded: Sequence[LoadedProposer], target: Target) -> DraftingModels | None:
+    """Return the models that draft for a target; None without one."""
+    models = {one.name: one.drafting_model(target) for one in loaded}
+    return DraftingModels(models, target.language_model) if models else None
 
 
 def check_asked_for(config: EngineConfig, family: str, language_model: LanguageModel) -> None:
@@ -88,7 +101,7 @@ def check_asked_for(config: EngineConfig, family: str, language_model: LanguageM
 
 
 def offered(
-    config: EngineConfig, found: Mapping[str, FoundProposer], target: Target, model: DraftingModel | None
+    config: EngineConfig, found: Mapping[str, FoundProposer], target: Target, models: Mapping[str, DraftingModel]
 ) -> tuple[Sequence[Drafts], Mapping[str, str]]:
     """Return the ways to draft, see ModelRunner.drafts, and why proposers cannot draft.
 
@@ -96,17 +109,22 @@ def offered(
         config: The configuration.
         found: The proposers with weights.
         target: The model that is drafted for, whose weights need not be evaluated.
-        model: The model that drafts, None without one.
+        models: The models that draft, by the names of their proposers.
     """
     drafts: list[Drafts] = []
     reasons: dict[str, str] = {}
     for one in PROPOSERS:
-        offer = one.offer(config, target, model, found.get(one.name))
-        if isinstance(offer, str):
-            reasons[one.name] = offer
-            continue
-        lengths = _lengths(config.draft_modes.get(one.name, "auto"), offer)
-        drafts += [Drafts(k, one.name, is_selective=one.is_selective) for k in lengths]
+        names = [one.name]
+        if isinstance(one, ModelProposer):
+            names = [name for name, each in found.items() if kind_of(name, each) is one] or names
+        for name in names:
+            model = models.get(name) if isinstance(one, ModelProposer) else next(iter(models.values()), None)
+            offer = one.offer(config, target, model, found.get(name))
+            if isinstance(offer, str):
+                reasons[name] = offer
+                continue
+            lengths = _lengths(config.draft_modes.get(one.name, "auto"), offer)
+            drafts += [Drafts(k, name, is_selective=one.is_selective, option=one.name) for k in lengths]
     return tuple(drafts), reasons
 
 

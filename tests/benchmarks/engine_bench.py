@@ -251,9 +251,9 @@ class GatedRunner(MLXRunner):
             assert logits is not None
             self._kept[row.id] = prompt, first_tokens(rows, logits, self.vocab_size)
         prompt, first = self._kept[row.id]
-        head_cache = None if prompt.head_cache is None else [*prompt.head_cache]
+        head_caches = [[*cache] for cache in prompt.head_caches]
         token_id, position = first[0].token_ids[0], prompt.next_position
-        self._join([JoiningRow(row, [*prompt.cache], position, token_id, head_cache, prompt.hidden)])
+        self._join([JoiningRow(row, [*prompt.cache], position, token_id, head_caches, prompt.hidden)])
         return PrefillOutput(row.num_tokens, {row.id: first[0]})
 
 

@@ -188,9 +188,9 @@ def waits(runner: MLXRunner) -> Iterator[None]:
 
         return run
 
-    view, head = runner._language_model, runner._head
-    assert head is not None
-    with patch.object(view, "extend", waiting(view.extend)), patch.object(head, "prime", waiting(head.prime)):
+    view, heads = runner._language_model, runner._heads
+    assert heads is not None
+    with patch.object(view, "extend", waiting(view.extend)), patch.object(heads, "prime", waiting(heads.prime)):
         yield
 
 

@@ -51,6 +51,7 @@ class Kind:
 
     acceptance: more and less than these shares of the drafts. max_waste: bytes; a small one makes many groups.
     has_drafter: a DFlash drafter in the place of the checkpoint's head, or Gemma 4's assistant.
+    has_both: the checkpoint's head beside the drafter, and prompt lookup.
     family: one of the zoo, without images, in the place of a tiny model.
     """
 
@@ -60,6 +61,7 @@ class Kind:
     config: dict[str, Any] = field(default_factory=dict)
     max_waste: int | None = None
     has_drafter: bool = False
+    has_both: bool = False
     family: str | None = None
 
 
@@ -71,6 +73,9 @@ KINDS = {
     "tied": Kind({"layers": 2, "interval": 2, "tie": True, "agree": 0.3, "seed": 4}, 0.2),
     "compiled": Kind({"layers": 2, "interval": 2, "agree": 0.3, "seed": 5}, 0.08, config={"compile": "on"}),
     "drafter": Kind({"layers": 3, "interval": 2, "seed": 6}, 0.1, (0, 0.5), has_drafter=True),
+    "head and drafter": Kind(
+        {"layers": 3, "interval": 2, "agree": 0.1, "seed": 7}, 0.1, (0, 0.9), has_drafter=True, has_both=True
+    ),
     "assistant": Kind({}, 0.2, (0, 0.5), has_drafter=True, family="gemma4_text"),
 }
 
@@ -238,7 +243,8 @@ def _parse(grammar: GrammarSpec, text: str) -> None:
 
 def _load(path: Path, kind: Kind) -> MLXRunner:
     write = write_dflash if kind.family is None else write_assistant
-    mtp_head = str(write(path)) if kind.has_drafter else None
+    drafter = str(write(path)) if kind.has_drafter else None
+    mtp_head = ("own", drafter) if kind.has_both and drafter is not None else drafter
     runner = load_cold(EngineConfig(model=str(path), mtp_head=mtp_head, **kind.config))
     if kind.max_waste is not None:  # a group may waste as much as the weights weigh
         runner.costs = replace(runner.costs, base_bytes=kind.max_waste)
@@ -272,7 +278,7 @@ def bench_of(
     "name",
     some_at_night(
         KINDS,
-        ["alternating", "small", "foreign head", "compiled", "drafter", "assistant"],
+        ["alternating", "small", "foreign head", "compiled", "drafter", "head and drafter", "assistant"],
         "the gate has models with the same layers; a tied output layer is that of families of test_families.py",
     ),
 )

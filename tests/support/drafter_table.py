@@ -28,7 +28,7 @@ def modules() -> list[str]:
 def served() -> dict[str, list[str]]:
     """Return the families for which each drafter drafts, by the name of the library's module; empty for several."""
     found: dict[str, list[str]] = {
-        name: [] for each in mtp_loader.OWN_FORMATS for name in each.split_types or (DFLASH,)
+        name: [] for each in mtp_loader.OWN_FORMATS.values() for name in each.split_types or (DFLASH,)
     }
     for family, each in mtp_loader.FORMATS.items():
         for name in each.split_types:

@@ -184,8 +184,9 @@ class Execution:
             self._take(row, outputs[row.id])
 
     def _drafts(self, num_drafts: int) -> Drafts:
-        """Return drafts by prompt lookup in every third step, else by the MTP head, as far as the runner has them."""
-        proposer = "prompt_lookup" if self.step % 3 == 0 else "mtp"
+        """Return drafts by prompt lookup in every third step, else by the heads in turns, as the runner has them."""
+        heads = list(dict.fromkeys(one.proposer for one in self._runner.drafts if not one.is_selective)) or ["mtp"]
+        proposer = "prompt_lookup" if self.step % 3 == 0 else heads[self.step % len(heads)]
         offered = [one.num_tokens for one in self._runner.drafts if one.proposer == proposer]
         num_tokens = max((k for k in offered if k <= num_drafts), default=0)
         return Drafts(num_tokens, proposer, is_forced=self.step % 2 == 0)

@@ -44,7 +44,7 @@ def test_refused_drafter_ends_the_start_with_its_name_and_the_reason(name, famil
     (tmp_path / "model.safetensors").touch()
     found = EngineConfig(model="unread", mtp_head=str(tmp_path))
     with pytest.raises(EngineFailed, match=f"{name}: {REFUSED[name][:40]}"):
-        mtp_loader.find_head(found, tmp_path / "unread", {"model_type": family})
+        mtp_loader.find_heads(found, tmp_path / "unread", {"model_type": family})
 
 
 @pytest.mark.parametrize("name", DFLASH)

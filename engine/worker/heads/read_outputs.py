@@ -25,7 +25,7 @@ def check_outputs(kind: str, head: Head, width: int, language_model: Any, head_d
     Raises:
         EngineFailed: The head cannot draft for the target; names the reason.
     """
-    target = LanguageModel(language_model, layer_outputs=head.layer_outputs)
+    target = LanguageModel(language_model, reads=[head.layer_outputs])
     cannot = f"the {kind} in {head_dir} cannot draft for this model:"
     token, where = mx.zeros((1, 1), mx.int32), np.zeros((3, 1, 1), np.int32)
     try:

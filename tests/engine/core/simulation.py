@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -181,3 +182,40 @@ class LookupSimulation(Simulation):
         self._positions[i] += num_accepted + 1
         can_draft = frozenset(["prompt_lookup"] if self._positions[i] % self.period < self.copied else [])
         return RowOutput((7,) * (num_accepted + 1), (), most, num_accepted, drafts.proposer, can_draft)
+
+
+class HeadsSimulation(Simulation):
+    """The same device with several heads, each with step times and an acceptance of its own, by proposer.
+
+    Plain steps take what they do with the first head.
+    """
+
+    def __init__(self, heads: Mapping[str, tuple[Seconds, tuple[float, ...]]], noise: float = 0.0, seed: int = 0):
+        self.heads = dict(heads)
+        super().__init__(*self.heads[PLAIN.proposer], noise, seed=seed)
+        self.used: list[Drafts] = []
+        choices = [Drafts(k, name) for name in heads for k in (1, 2, 3)]
+        times = [
+            StepTime(n, one, self._step_s(n, one) * self._distortion()) for n in (1, 2, 8) for one in (PLAIN, *choices)
+        ]
+        self.costs = CostModel(choices, times)
+        self.controller = SpeculationController({"mtp": "auto"}, self.costs, {})
+
+    def run(self, num_tokens: float, num_rows: int = 1) -> float:
+        """Decode until every row has got so many tokens. Returns tokens per second and row."""
+        began_s, got = self.elapsed_s, 0.0
+        while got < num_tokens:
+            drafts = self.controller.choose(num_rows)
+            self.acceptance = self.heads[drafts.proposer][1]
+            outputs = [replace(self._output(drafts.num_tokens), proposer=drafts.proposer) for _ in range(num_rows)]
+            seconds = self._step_s(num_rows, drafts)
+            self.elapsed_s += seconds
+            new = sum(len(output.token_ids) for output in outputs) / num_rows
+            got += new
+            self.costs.record_step(num_rows, drafts, new, seconds * self._distortion())
+            self.controller.record(outputs)
+            self.used.append(drafts)
+        return got / (self.elapsed_s - began_s)
+
+    def _step_s(self, num_rows: int, drafts: Drafts) -> float:
+        return self.heads[drafts.proposer][0](num_rows, drafts.num_tokens)

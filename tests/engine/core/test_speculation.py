@@ -15,6 +15,7 @@ from tests.engine.core.simulation import (
     CPU,
     GPU,
     MTP,
+    HeadsSimulation,
     LookupSimulation,
     Seconds,
     Simulation,
@@ -337,3 +338,38 @@ def test_fixed_prompt_lookup_precedes_a_fixed_head_where_rows_have_matches():
     assert controller.choose(5) == Drafts()
     controller.record([RowOutput((7,)), RowOutput((7,))])
     assert controller.choose(2) == Drafts(2)
+
+
+def dear(num_rows: int, num_drafts: int) -> float:
+    """Steps of a head of many layers."""
+    return memory_bound(num_rows, num_drafts) + num_drafts * memory_bound(num_rows, 0) * 0.6
+
+
+GOOD, BAD = (0.85, 0.8, 0.75), (0.4, 0.3, 0.2)
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize(
+    ("heads", "best"),
+    [
+        ({"mtp": (memory_bound, GOOD), "eagle3": (memory_bound, BAD)}, "mtp"),
+        ({"mtp": (memory_bound, BAD), "eagle3": (memory_bound, GOOD)}, "eagle3"),
+        ({"mtp": (memory_bound, GOOD), "eagle3": (dear, (0.9, 0.85, 0.8)), "dflash": (dear, BAD)}, "mtp"),
+    ],
+)
+def test_the_head_whose_drafts_are_fastest_is_used_of_several(heads, best, num_rows):
+    simulation = HeadsSimulation(heads, noise=0.05)
+    simulation.run(400, num_rows)
+    simulation.used.clear()
+    seconds, acceptance = heads[best]
+    assert simulation.run(2000, num_rows) >= 0.95 * best_rate(seconds, acceptance, num_rows)
+    drafted = [one.proposer for one in simulation.used if one.num_tokens]
+    assert drafted.count(best) > 0.9 * len(drafted)
+
+
+def test_another_head_is_used_when_the_text_changes():
+    simulation = HeadsSimulation({"mtp": (memory_bound, GOOD), "eagle3": (memory_bound, BAD)}, noise=0.05)
+    simulation.run(1500)
+    simulation.heads = {"mtp": (memory_bound, BAD), "eagle3": (memory_bound, GOOD)}
+    simulation.run(3000)
+    assert simulation.run(2000) >= 0.95 * best_rate(memory_bound, GOOD)

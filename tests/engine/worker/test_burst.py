@@ -101,7 +101,7 @@ def alone(runner: MLXRunner, rows: Sequence[Row]) -> dict[str, list[int]]:
 
 
 def state_of(prompt: PromptState) -> list[np.ndarray]:
-    arrays = [array for layer in [*prompt.cache, *(prompt.head_cache or [])] for array in layer.state]
+    arrays = [array for layer in prompt.layers for array in layer.state]
     return [np.array(array) for array in (arrays if prompt.hidden is None else [*arrays, prompt.hidden])]
 
 
@@ -160,7 +160,7 @@ def test_the_state_behind_a_burst_is_that_of_each_prompt_alone(runner_of, model)
 def test_padding_tokens_change_neither_logits_nor_states(tiny, padding_id, begun):
     def states(padding_id: int) -> list[np.ndarray]:
         prompts = [tiny._prefill.begin(row) for row in rows_of((5, 33, 17, 10))]
-        burst = BurstPrefill(tiny._language_model, tiny._head)
+        burst = BurstPrefill(tiny._language_model, tiny._heads)
         if begun:
             burst.advance(prompts[:2], [begun, begun])
         logits = burst.advance(prompts, [2, 30, 4, 10], padding_id)

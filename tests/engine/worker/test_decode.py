@@ -156,8 +156,9 @@ def test_the_head_catches_up_after_any_number_of_plain_steps(tiny: MLXRunner, mo
     for every in (1, 7, 40):
         request = row("a", 30)
         join(tiny, request)
-        drafter = tiny._batch._groups[0]._drafter
-        assert drafter is not None
+        drafters = tiny._batch._groups[0]._drafters
+        assert drafters is not None
+        drafter = drafters.by_name["mtp"]
         original, seen = drafter.draft, []
 
         def spy(num_drafts, lengths, *args, original=original, seen=seen):

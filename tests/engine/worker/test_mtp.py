@@ -207,7 +207,7 @@ def test_the_head_cache_is_the_same_however_the_prompt_is_cut_into_chunks(runner
     runner._prefill.advance(whole, 10_000)
     while cut.done < answer.row.num_tokens:
         runner._prefill.advance(cut, chunk)
-    for one, other in zip(whole.head_cache, cut.head_cache, strict=True):
+    for one, other in zip(whole.head_caches[0], cut.head_caches[0], strict=True):
         assert one.offset == other.offset == answer.row.num_tokens - 1
         assert all(mx.allclose(a, b, atol=1e-3) for a, b in zip(one.state[:2], other.state[:2], strict=True))
 

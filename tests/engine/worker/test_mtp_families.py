@@ -182,8 +182,9 @@ def test_head_drafts_what_a_forward_over_the_whole_sequence_predicts(served, mon
     monkeypatch.setattr(DecodeGroup, "_launch", launch)
     monkeypatch.setattr(DecodeGroup, "_draft", draft)
     runner, row = served.runner, Row(served.request("short"))
-    language_model, head = runner._language_model, runner._head
-    assert head is not None
+    language_model, heads = runner._language_model, runner._heads
+    assert heads is not None
+    head = heads.by_name["mtp"]
     while not (first := runner.prefill([row], 5).first):
         pass
     tokens, num_before = [*served.turns["short"].token_ids, *first[row.id].token_ids], []

@@ -172,7 +172,6 @@ def test_prompts_that_share_forwards_get_the_logits_of_one_forward(lm, token_ids
             np.broadcast_to(np.arange(len(ids), dtype=np.int32), (3, 1, len(ids))),
             len(ids),
             np.zeros(0, np.int32),
-            None,
         )
         for ids in token_ids
     ]

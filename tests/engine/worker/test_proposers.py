@@ -58,7 +58,7 @@ class Repeat(TextProposer):
 class Echo:
     """Gives the token that it has read the highest logit, and keeps nothing. Implements DraftingModel."""
 
-    proposer, lead, as_offset = "repeat", 1, True
+    lead, as_offset = 1, True
     block: DraftBlock | None = None
     sharing: SharingHead | None = None
 

@@ -112,7 +112,7 @@ def test_a_hidden_state_that_waits_for_the_head_has_the_bytes_that_memory_counts
         spec = replace(request_, token_ids=request_.token_ids % each.vocab_size)
         hidden = taken(each, spec, 20)[0].hidden
         assert hidden is not None and hidden.nbytes == num_bytes * each._language_model.args.hidden_size
-        assert hidden_bytes(each._head, each._language_model) == hidden.nbytes
+        assert hidden_bytes(each._heads, each._language_model) == hidden.nbytes
 
 
 def test_the_kv_segments_of_a_prompt_add_up_to_one_copy_of_its_keys_and_values(runner, request_):

@@ -65,7 +65,7 @@ def test_blocks_of_rows_of_different_lengths_are_those_of_the_library_over_sever
     lm = loaded.module.language_model
     library = LibraryDrafter(head_dir, lm)
     head: Any = loaded.proposers["mtp"].module
-    language_model = LanguageModel(lm, has_head=True, layer_outputs=head.layer_outputs)
+    language_model = LanguageModel(lm, reads=[head.layer_outputs])
     drafting = DraftingHead(head, language_model)
     starts, newest = [3 * WINDOW, 5], [[17, 40], [90, 7]]
     read = [mx.random.normal((1, 60, head.width), key=mx.random.key(i)) for i in range(2)]
@@ -105,7 +105,7 @@ def test_prompts_in_one_forward_leave_the_drafter_the_keys_and_values_that_each_
 
     def left_by(rows: list[Row]) -> list[np.ndarray]:
         prompts = [runner._prompts[row.id] for row in rows]
-        layers = [layer for one in prompts for layer in one.head_cache or []]
+        layers = [layer for one in prompts for cache in one.head_caches for layer in cache]
         assert [layer.offset for layer in layers] == [20] * len(layers), "the newest hidden state waits for its token"
         found = [np.array(array[..., :20, :]) for layer in layers for array in layer.state]
         runner.drop([row.id for row in rows])
@@ -155,10 +155,10 @@ def offered(model: Path, head_dir: Path, options: dict[str, Any]) -> list[int]:
     loaded = load(model, head_dir, **options)
     assert loaded.proposers["mtp"].module is not None
     lm, layer_outputs = loaded.module.language_model, loaded.proposers["mtp"].module.layer_outputs
-    language_model = LanguageModel(lm, has_head=True, layer_outputs=layer_outputs)
+    language_model = LanguageModel(lm, reads=[layer_outputs])
     target, head = Target(language_model, VOCAB_SIZE, VOCAB_SIZE), loaded.proposers["mtp"].module
     config = EngineConfig.model_validate({"prompt_lookup": "off"} | options)
-    drafts, _ = proposers.offered(config, loaded.proposers, target, DraftingHead(head, language_model))
+    drafts, _ = proposers.offered(config, loaded.proposers, target, {"mtp": DraftingHead(head, language_model)})
     assert all(one.proposer == "mtp" for one in drafts)
     return [one.num_tokens for one in drafts]
 
