@@ -180,10 +180,17 @@ def experts() -> KernelFigure | str:
     errors += [experts_error(num_tokens, 40, (1024, 512), form) for num_tokens in (1, 20) for form in (eight, {})]
     errors += [experts_error(300, 40, (1024, 512), eight)]
     errors += [experts_error(40, 8, (160, 96), {"group_size": 32, "bits": 4})]
+    errors += [experts_error(300, 40, (1024, 512), four, mx.float16)]
     return KernelFigure(max(errors), 2 * BFLOAT16_LIMIT, f"{devices.device_kind()} kernels")
 
 
-def experts_error(num_tokens: int, num_experts: int, sizes: tuple[int, int], quantization: dict[str, Any]) -> float:
+def experts_error(
+    num_tokens: int,
+    num_experts: int,
+    sizes: tuple[int, int],
+    quantization: dict[str, Any],
+    dtype: mx.Dtype = mx.bfloat16,
+) -> float:
     """Return the largest error of four experts of each token and a shared one, alone, behind a norm, and of their sum.
 
     sizes: Numbers of a token, and of an expert between its two products.
@@ -196,12 +203,12 @@ def experts_error(num_tokens: int, num_experts: int, sizes: tuple[int, int], qua
             layer.weight = mx.random.normal(layer.weight.shape, key=mx.random.key(i)) / layer.weight.shape[-1] ** 0.5
         if quantization:
             nn.quantize(one, **quantization)
-        one.set_dtype(mx.bfloat16)
-    x, to = (mx.random.normal((num_tokens, size), key=mx.random.key(i)).astype(mx.bfloat16) for i in range(2))
-    logits = mx.random.normal((num_tokens, num_experts), key=mx.random.key(3)).astype(mx.bfloat16)
-    gates = mx.random.normal((num_tokens,), key=mx.random.key(4)).astype(mx.bfloat16)
+        one.set_dtype(dtype)
+    x, to = (mx.random.normal((num_tokens, size), key=mx.random.key(i)).astype(dtype) for i in range(2))
+    logits = mx.random.normal((num_tokens, num_experts), key=mx.random.key(3)).astype(dtype)
+    gates = mx.random.normal((num_tokens,), key=mx.random.key(4)).astype(dtype)
     norm = nn.RMSNorm(size)
-    norm.weight = mx.random.normal((size,), key=mx.random.key(5)).astype(mx.bfloat16)
+    norm.weight = mx.random.normal((size,), key=mx.random.key(5)).astype(dtype)
     chosen = np.argsort(-float64_of(logits), axis=-1, kind="stable")[:, :4]
     shares = np.exp(np.take_along_axis(float64_of(logits), chosen, -1))
     indices, scores = qwen35_moe_cuda.choice(logits, 4, True)

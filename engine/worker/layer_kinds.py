@@ -67,9 +67,9 @@ def in_burst(cache: Any) -> bool:
 def keeps_all(cache: Any) -> bool:
     """Return whether this is the cache of one row with the keys and values of all tokens, in a slot for each."""
     kind = KINDS.get(type(cache))
-    if kind is None or type(cache) not in kind.rows:
+    if kind is None or type(cache) not in kind.rows or isinstance(kind, PoolKind):  # a slot may be of one token there
         return False
-    return kind.batch.appends and kind.tokens_per_slot(cache) == 1
+    return kind.batch.appends
 
 
 def is_replaced(cache: Any) -> bool:

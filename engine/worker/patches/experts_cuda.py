@@ -27,7 +27,9 @@ MAX_EXPERTS = 1024
 """More experts are the library's: the kernel that groups pairs has a thread for each."""
 MAX_TOKENS = 2**15
 """The library has the experts of more tokens: a grid of CUDA has at most 65,535 blocks one below the other, enough for
-30 experts of each of so many tokens, and for adding up their results."""
+MAX_SHARE experts of each of so many tokens, and for adding up their results."""
+MAX_SHARE = 30
+"""Most experts of a token that the kernels are sure to have the places of, in 32 bits."""
 OUT_TILES = 4
 """Output tiles of a block."""
 MANY_PAIRS = 24
@@ -254,6 +256,7 @@ def is_supported(module: Any, x: mx.array) -> bool:
         and len({array.shape for layer in layers[:2] for array in _arrays(layer)[-1:]}) == 1
         and x.shape[-1] == module.gate_proj.input_dims
         and x.size <= MAX_TOKENS * x.shape[-1]
+        and x.size // x.shape[-1] * (MAX_SHARE + 1) * module.down_proj.input_dims < 2**32
         and x.shape[-1] % COLUMNS == 0
         and module.down_proj.input_dims % COLUMNS == 0
     )

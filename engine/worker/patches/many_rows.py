@@ -1,5 +1,6 @@
 """The choice of the kernel that multiplies many rows by quantized weights on CUDA."""
 
+from functools import cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -45,16 +46,26 @@ def row_tiles(bits: int) -> Tiling:
 def of_experts(bits: int) -> Tiling:
     """Return the kernel for experts' weights of some bits: that of Hopper GPUs, on these and if it has their form.
 
-    The same weights, if all rows are multiplied by them, have `row_tiles`: with 64 rows a step of 64 layers took 79 ms
-    with Hopper's kernel and 58 with that, although each product alone took four fifths of the time.
+    Weights that all rows are multiplied by have `row_tiles`: with 64 rows a step of 64 layers took 79 ms with Hopper's
+    kernel and 58 with that, although each product alone took four fifths of the time.
     """
     if bits != WARPGROUP_BITS or not has_warpgroups():
         return row_tiles(bits)
     kernel = warpgroup_kernel
-    functions = row_tiles_kernel.HEADER + kernel.HEADER
-    return Tiling("warpgroups", functions, kernel.SOURCE, kernel.CONSTANTS, kernel.OUTPUTS, kernel.SHARED_BYTES)
+    return Tiling(
+        "warpgroups",
+        row_tiles_kernel.HEADER + kernel.HEADER,
+        kernel.SOURCE,
+        kernel.CONSTANTS,
+        kernel.OUTPUTS,
+        kernel.SHARED_BYTES,
+    )
 
 
+@cache
 def has_warpgroups() -> bool:
-    """Return whether the device's warpgroups multiply matrices as those of Hopper GPUs do."""
+    """Return whether the device's warpgroups multiply matrices as those of Hopper GPUs do.
+
+    It is asked once, as MLX asks the driver each time for all that it knows of the device.
+    """
     return int(mx.device_info().get("compute_capability_major", 0)) == HOPPER

@@ -183,7 +183,7 @@ SOURCE = """
             const float ups[4] = {up.x, up.y, up.z, up.w};
             for (int j = 0; j < 4; ++j) sums[j] = sums[j] / (1.0f + expf(-sums[j])) * ups[j];
         }
-        T results[4];
+        alignas(8) T results[4];
         const size_t place = size_t(targets[row]) * outputs + output;
         for (int j = 0; j < 4; ++j) results[j] = static_cast<T>(sums[j]);
         if (outputs % 4 == 0 && output < outputs) {
