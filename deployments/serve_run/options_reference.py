@@ -99,13 +99,13 @@ class _Walk:
 def _values(schema: Schema) -> str:
     """Describe the values that a schema accepts: its choices, or its type and bounds."""
     if "anyOf" in schema:
-        return " or ".join(map(_values, schema["anyOf"]))
+        return " or ".join(f"({text})" if "; " in text else text for text in map(_values, schema["anyOf"]))
     if "$ref" in schema:
         return "mapping"
     if choices := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
         return " or ".join(f"`{choice}`" for choice in choices)
     if schema["type"] == "array":
-        return f"list; each entry: {_values(schema['items'])}"
+        return f"{', '.join(['list', *_bounds(schema)])}; each entry: {_values(schema['items'])}"
     kind: str = schema["format"] if "format" in schema else schema["type"]
     return ", ".join([KINDS.get(kind, kind), *_bounds(schema)])
 
@@ -117,6 +117,7 @@ def _bounds(schema: Schema) -> Iterator[str]:
         "maximum": "≤ {}",
         "exclusiveMaximum": "< {}",
         "minLength": "length ≥ {}",
+        "minItems": "entries ≥ {}",
         "maxLength": "length ≤ {}",
         "pattern": "matching `{}`",
     }.items():

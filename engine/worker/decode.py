@@ -110,6 +110,8 @@ class DecodeGroup:
             self._drafters_joined(new)
         except Exception:
             self._cache.select(list(range(len(self.rows))), self._cache.num_slots)
+            if self._drafters is not None and not self._drafters.have(len(self.rows)):
+                self._drafters = None
             raise
         self._sampling, self._lengths, self._newest = sampling, lengths, newest
         self.rows = [*self.rows, *rows]

@@ -1,6 +1,7 @@
 """Drafters: the models' parts of a decode group, of which one drafts in a step while others store what they read."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -60,7 +61,7 @@ class Drafters:
         hidden: Sequence[mx.array],
         move: bool = False,
     ) -> None:
-        """Add rows. When it raises, the rows are as before.
+        """Add rows. When it raises, the rows are as before, if `have` says so.
 
         Args:
             caches: The cache of each model, by row.
@@ -78,8 +79,13 @@ class Drafters:
                 drafter.join([row[done] for row in caches], pairs, move)
         except Exception:
             for drafter in self._all[:done]:
-                drafter.keep_first(num_before)
+                with suppress(Exception):  # whoever joins rows asks `have`
+                    drafter.keep_first(num_before)
             raise
+
+    def have(self, num_rows: int) -> bool:
+        """Return whether all parts have so many rows: not after rows have not joined, and the others were lost."""
+        return all(drafter.num_rows == num_rows for drafter in self._all)
 
     def select(self, rows: list[int], num_slots: int, leaving: Sequence[Callable[[Any], None]] = ()) -> None:
         """Keep these rows. When it raises, all rows are lost. leaving: see BatchCache.select."""

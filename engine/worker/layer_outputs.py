@@ -65,10 +65,20 @@ def layers_of(language_model: Any) -> Sequence[Any]:
 
 def _recorded(kind: Any, outputs: dict[int | str, mx.array], name: int | str) -> type:
     class Recorded(kind):
+        recorded: type
+
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             output = super().__call__(*args, **kwargs)
             outputs[name] = output[0] if isinstance(output, tuple) else output
             return output
 
-    Recorded.__name__ = kind.__name__
+    Recorded.__name__, Recorded.recorded = kind.__name__, kind
     return Recorded
+
+
+def class_of(layer: Any) -> type:
+    """Return the library's class of a decoder layer, whose outputs may be recorded."""
+    kind = type(layer)
+    while (recorded := kind.__dict__.get("recorded")) is not None:
+        kind = recorded
+    return kind

@@ -105,9 +105,10 @@ class MLXRunner:
             [one.layer_outputs for one in drafting if one.kind.reads_target],
         )
         if config.mtp_exact == "on" and not self._language_model.has_exact_verifier:
-            family = model.config.get("model_type")
+            family, names = model.config.get("model_type"), " and ".join(one.name for one in drafting) or "no drafts"
             raise EngineFailed(
-                f"mtp_exact is on, but models of the family {family} have no exact verifier; use auto or off"
+                f"mtp_exact is on, but models of the family {family} have no exact verifier with {names}: use auto or "
+                "off"
             )
         num_split = 0
         if not devices.on_gpu() and blas.has_idle_core():

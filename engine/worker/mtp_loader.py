@@ -94,7 +94,7 @@ def load_head(head_dir: Path, model_config: dict[str, Any], language_model: Any)
     the head's form is published with, and which is computed here.
 
     Args:
-        head_dir: See `find_head`.
+        head_dir: See `find_heads`.
         model_config: The target's config.json.
         language_model: The library's language model of the target.
 

@@ -25,6 +25,7 @@ from engine.worker.kv_cache import SequenceCache
 from engine.worker.language_model import config_of
 from engine.worker.layer_caches import single_caches
 from engine.worker.layer_kinds import is_combined
+from engine.worker.layer_outputs import class_of
 
 OWN_NAMES = {
     "enorm.weight": "embedding_norm.weight",
@@ -58,7 +59,7 @@ class NextnHead(SharesTarget, nn.Module):
         self.embedding_norm = nn.RMSNorm(size, eps=eps)
         self.hidden_norm = nn.RMSNorm(size, eps=eps)
         self.projection = nn.Linear(2 * size, size, bias=False)
-        self.layer = type(language_model.model.layers[last])(args, last)
+        self.layer = class_of(language_model.model.layers[last])(args, last)
         if isinstance(self.layer, GlmMoeDsaDecoderLayer):  # its indexer is its own, not that of a layer before
             self.layer.self_attn = GlmMoeDsaAttention(args, last + 1, force_full_indexer=True)
         self.norm = nn.RMSNorm(size, eps=eps)

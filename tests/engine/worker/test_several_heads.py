@@ -1,5 +1,6 @@
 """Several heads at once: each is a proposer of its own, and drafts by turns change no token and no later draft."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -17,11 +18,14 @@ from engine.config import EngineConfig
 from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts, PromptChunk
 from engine.errors import EngineFailed
+from engine.processing.checkpoint import read_config
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import loader, memory_costs
 from engine.worker.decode import DecodeGroup
+from engine.worker.drafter import Drafter
 from engine.worker.drafting import hidden_bytes, most_pending
 from engine.worker.kv_cache import BatchCache
+from engine.worker.layer_outputs import class_of
 from engine.worker.model_report import report
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.snapshot import StateSnapshot
@@ -265,7 +269,9 @@ def test_prompts_in_one_forward_leave_each_head_what_it_has_alone(several):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-def test_a_join_that_fails_at_the_last_head_leaves_the_rows_of_all_as_they_were(several, monkeypatch):
+@pytest.mark.parametrize("is_undone", [True, False])
+def test_a_join_that_fails_at_the_last_head_leaves_the_rows_of_all_as_they_were(several, monkeypatch, is_undone):
+    """Rows whose heads could not be set back are decoded without them."""
     runner, old = several.runner, Row(several.request("first"))
     said = begun(runner, old)
     for drafts in several.steps[:4]:
@@ -282,13 +288,30 @@ def test_a_join_that_fails_at_the_last_head_leaves_the_rows_of_all_as_they_were(
     original = BatchCache.join
     with monkeypatch.context() as patch:
         patch.setattr(BatchCache, "join", fails)
+        if not is_undone:
+            patch.setattr(Drafter, "keep_first", mock.Mock(side_effect=RuntimeError("no memory either")))
         with pytest.raises(RuntimeError, match="last head"):
             begun(runner, Row(several.request("short")))
+    is_alone = len(several.head_dirs) == 1 or next(iter(drafters.by_name.values())) is last
+    assert (runner._batch._groups[old.decode_group]._drafters is drafters) is (is_undone or is_alone)
     ways, expected = cycle(several.steps), several.turns["first"].answer.tokens
     while len(said) < len(expected):
         said += runner.decode(next(ways))[old.id].token_ids
     runner.drop([old.id])
     assert said[: len(expected)] == expected
+
+
+def test_a_layer_of_a_head_records_nothing_for_the_head_before_it(tmp_path):
+    """EAGLE-3 reads the output of the layer whose class the model's own head has."""
+    path = make(tmp_path / "model", FAMILIES["glm4_moe"])
+    head = eagle3(path)
+    config = json.loads((head / "config.json").read_text())
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"][-1] = read_config(path)["num_hidden_layers"]
+    (head / "config.json").write_text(json.dumps(config))
+    heads = (str(head), str(write_head(path)))
+    model = loader.load(EngineConfig(model=str(path), mtp_head=heads), lambda progress: None)
+    own, layer = model.proposers["mtp-2"].module, model.module.language_model.model.layers[-1]
+    assert own is not None and type(own.layer) is class_of(layer) is not type(layer)
 
 
 def test_memory_counts_the_caches_and_hidden_states_of_all_heads(several):
