@@ -79,7 +79,7 @@ class Drafters:
                 drafter.join([row[done] for row in caches], pairs, move)
         except Exception:
             for drafter in self._all[:done]:
-                with suppress(Exception):  # whoever joins rows asks `have`
+                with suppress(Exception):  # `have` tells
                     drafter.keep_first(num_before)
             raise
 

@@ -236,7 +236,7 @@ __device__ __forceinline__ void copy_pair(unsigned* to, const void* from, bool t
 __device__ __forceinline__ uint4* aligned_to_kilobyte(uint4* memory) {
     return memory + (1024 - unsigned(__cvta_generic_to_shared(memory)) % 1024) % 1024 / 16;
 }
-// What this thread has written to shared memory can be read by tensor cores from the next barrier on.
+// Let tensor cores read what this thread has written to shared memory, from the next barrier on.
 __device__ __forceinline__ void show_to_tensor_cores() { asm volatile("fence.proxy.async;" ::: "memory"); }
 // The place of rows in shared memory, of 64 columns each, in atoms of eight rows whose units of 16 bytes are exchanged.
 __device__ __forceinline__ unsigned long long description(const uint4* rows) {
