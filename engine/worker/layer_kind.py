@@ -49,11 +49,11 @@ class LayerKind:
         return (cache,)
 
     def as_taken(self, cache: Any, caches: Iterator[Any]) -> Any:
-        """Return what a layer of the model takes in the place of the library's cache.
+        """Return the object that a layer of the model receives instead of the library's cache.
 
         Args:
-            cache: The library's.
-            caches: What takes the places of `row_caches`.
+            cache: The library's cache.
+            caches: The objects that stand for `row_caches`: a row's caches, or layers of a group or burst.
         """
         return next(caches)
 

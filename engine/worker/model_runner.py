@@ -107,7 +107,7 @@ class MLXRunner:
         if config.mtp_exact == "on" and not self._language_model.has_exact_verifier:
             family, names = model.config.get("model_type"), " and ".join(one.name for one in drafting) or "no drafts"
             raise EngineFailed(
-                f"mtp_exact is on, but models of the family {family} have no exact verifier with {names}: use auto or "
+                f"mtp_exact is on, but models of the family {family} have no exact verifier with {names}; use auto or "
                 "off"
             )
         num_split = 0

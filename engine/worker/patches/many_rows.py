@@ -7,12 +7,13 @@ import mlx.core as mx
 
 from engine.worker.patches import row_tiles_kernel, warpgroup_kernel
 
-ROW_TILES = 4
-"""Most row tiles of a block, of 16 rows each."""
+ROW_TILES = row_tiles_kernel.ROW_TILES
+"""Most row tiles of a block of either kernel, of 16 rows each."""
 HOPPER = 9
 """The compute capability of GPUs whose warpgroups multiply matrices; later ones do it by other instructions."""
 WARPGROUP_BITS = 4
 """Bits of the weights that warpgroups multiply by."""
+_WARPGROUP_FUNCTIONS = row_tiles_kernel.HEADER + warpgroup_kernel.HEADER
 
 
 class Tiling(NamedTuple):
@@ -54,7 +55,7 @@ def of_experts(bits: int) -> Tiling:
     kernel = warpgroup_kernel
     return Tiling(
         "warpgroups",
-        row_tiles_kernel.HEADER + kernel.HEADER,
+        _WARPGROUP_FUNCTIONS,
         kernel.SOURCE,
         kernel.CONSTANTS,
         kernel.OUTPUTS,
