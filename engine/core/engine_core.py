@@ -162,7 +162,7 @@ class EngineCore:
         """Decode once for all rows, then prefill chunks of prompts. Tokens are published as soon as they are known."""
         num_before = self.stats.num_prompt_tokens + self.stats.num_output_tokens
         self._release(self.scheduler.take_released())  # before their memory is reserved for others
-        self.budget.observe(self.runner.active_bytes)
+        self.budget.observe(self.runner.active_bytes, self.runner.settled_bytes)
         drafts = self._speculation.choose(self.scheduler.num_decoding)
         self._release(self.scheduler.schedule(drafts))
         in_flight_s = 0.0

@@ -196,7 +196,11 @@ class ModelRunner(Protocol):
 
     @property
     def active_bytes(self) -> int:
-        """Bytes of the device's memory in use now."""
+        """Bytes of the device's memory in use now, with results of finished work that are not freed yet."""
+        ...
+
+    def settled_bytes(self) -> int:
+        """Wait for the device, which then frees the results of finished work, and return the bytes in use."""
         ...
 
     def free_caches(self) -> None:

@@ -142,6 +142,10 @@ class EncoderRunner:
     def active_bytes(self) -> int:
         return mx.get_active_memory()
 
+    def settled_bytes(self) -> int:
+        mx.synchronize()
+        return mx.get_active_memory()
+
     def memory(self) -> dict[str, int]:
         return memory.usage() | {"weights_bytes": self._num_weight_bytes}
 

@@ -58,7 +58,7 @@ from engine.worker.mtp import MTP
 from engine.worker.patches import quantized_cuda
 from engine.worker.pooling import PooledStates
 from engine.worker.prefill import Prefill, PromptState, first_tokens
-from engine.worker.processors import advance_matcher
+from engine.worker.processors import advance_matchers
 from engine.worker.proposer import Target
 from engine.worker.proposers import drafting_models, loaded_proposers, offered
 from engine.worker.snapshot import StateSnapshot, export, fill, import_arrays
@@ -307,8 +307,11 @@ class MLXRunner:
     def active_bytes(self) -> int:
         return mx.get_active_memory()
 
+    def settled_bytes(self) -> int:
+        mx.synchronize()
+        return mx.get_active_memory()
+
     def free_caches(self) -> None:
-        """Free cached image features and the buffers that MLX keeps for reuse."""
         if self._vision is not None:
             self._vision.clear()
         mx.clear_cache()
@@ -347,7 +350,7 @@ class MLXRunner:
         self._forget_prompt(rows)
         moves = len(rows) == 1
         self._join(*([self._joining_row(row, prompt, one, moves)] for row, one in zip(rows, first, strict=True)))
-        _advance_matchers(rows, first)
+        advance_matchers(rows, first)
         return PrefillOutput(num_tokens, {row.id: output for row, output in zip(rows, first, strict=True)})
 
     def _prompt_of(self, rows: Sequence[Row]) -> PromptState:
@@ -370,7 +373,7 @@ class MLXRunner:
         self._forget_prompt(rows)
         joining = zip(rows, [prompts[i] for i in complete], first, strict=True)
         self._join([self._joining_row(*one, moves=True) for one in joining])
-        _advance_matchers(rows, first)
+        advance_matchers(rows, first)
         for i, row, output in zip(complete, rows, first, strict=True):
             outputs[i].first = {row.id: output}
         return outputs
@@ -420,12 +423,6 @@ def _check_reranker(model: loader.LoadedModel, language_model: LanguageModel) ->
     """Raise EngineFailed for a reranker whose scores cannot be computed."""
     if Reranker.read(model.path) is not None and (reason := unsupported_reason(language_model)) is not None:
         raise EngineFailed(f"the reranker in {model.path} cannot be served: {reason}")
-
-
-def _advance_matchers(rows: Sequence[Row], first: Sequence[RowOutput]) -> None:
-    """Advance the rows' matchers by their first tokens, once nothing can fail: otherwise these are sampled again."""
-    for row, output in zip(rows, first, strict=True):
-        output.error = output.error or advance_matcher(row, output.token_ids)
 
 
 def _exactness(language_model: LanguageModel) -> str:

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.core.row import Row
-from engine.core.runner import NO_TOKEN
+from engine.core.runner import NO_TOKEN, RowOutput
 from engine.protocol import GRAMMAR_FAILED, SamplingParams
 
 
@@ -213,6 +213,12 @@ def advance_matcher(row: Row, token_ids: tuple[int, ...]) -> str | None:
     except Exception as error:
         return f"{GRAMMAR_FAILED}{error}"
     return None
+
+
+def advance_matchers(rows: Sequence[Row], first: Sequence[RowOutput]) -> None:
+    """Advance the rows' matchers by their first tokens, once nothing can fail: otherwise these are sampled again."""
+    for row, output in zip(rows, first, strict=True):
+        output.error = output.error or advance_matcher(row, output.token_ids)
 
 
 def _masked(logits: mx.array, rows: Sequence[int], masks: Sequence[np.ndarray]) -> mx.array:

@@ -277,6 +277,10 @@ class ClockRunner:
         rows = sum(n * (costs.slots(longest) * costs.token_bytes + costs.state_bytes) for n, longest in self._groups())
         return costs.base_bytes + rows + prompts + self._snapshot_bytes
 
+    def settled_bytes(self) -> int:
+        """The same: nothing is freed late."""
+        return self.active_bytes
+
     def decode(self, drafts: Drafts = PLAIN) -> Mapping[str, RowOutput]:
         num_draft_tokens = drafts.num_tokens
         seconds = self.machine.step_seconds(self._groups(), num_draft_tokens)

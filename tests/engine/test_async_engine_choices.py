@@ -1,8 +1,9 @@
 """AsyncEngine with several choices, and requests that are refused before they cost anything."""
 
 import asyncio
+import threading
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from engine.async_engine import AsyncEngine
+from engine.core.runner import PLAIN, Drafts, RowOutput
 from engine.errors import InvalidRequest, Overloaded
 from engine.protocol import EngineRequest, FinishReason, GrammarSpec, SamplingParams, TokenChunk
 from tests.support.fake_runner import STOP, VOCAB_SIZE, FakeRunner, answer, run_engine, until
@@ -66,9 +68,19 @@ def test_the_stream_goes_on_until_the_last_choice_has_ended():
 
 
 def test_a_slow_reader_gets_one_chunk_per_choice_with_all_that_came():
+    has_read = threading.Event()
+
+    class Patient(FakeRunner):
+        """No step begins before the first tokens have been read."""
+
+        def decode(self, drafts: Drafts = PLAIN) -> Mapping[str, RowOutput]:
+            assert has_read.wait(60), "the first tokens wait for a step"
+            return super().decode(drafts)
+
     async def test(engine, runner):
         stream = engine.generate(request(n=3, max_tokens=12, logprobs=0))
         first = [await anext(stream) for _ in range(3)]
+        has_read.set()
         await until(lambda: engine.status().num_finished == 3)
         rest = [chunk async for chunk in stream]
         assert [chunk.index for chunk in first] == [chunk.index for chunk in rest] == [0, 1, 2]
@@ -76,7 +88,7 @@ def test_a_slow_reader_gets_one_chunk_per_choice_with_all_that_came():
             assert chunk.finish_reason is FinishReason.LENGTH
             assert [-entry.logprob for entry in chunk.logprobs] == list(range(12 - len(chunk.token_ids), 12))
 
-    run(test)
+    run(test, Patient())
 
 
 def test_draft_counts_add_up_in_chunks_merged_for_a_slow_reader():

@@ -73,8 +73,8 @@ def arm(faults: Faults, name: str, hang: Callable[[], None]) -> Armed:
     return faults.arm(seam, hang, **when)
 
 
-LIMIT = r"the limit is [12](\.\d+)? s"
-"""The first work of a shape may take twice the timeout."""
+LIMIT = r"the limit is [1-9]\d?(\.\d+)? s"
+"""The first work of a shape may take twice the timeout, and work on a busy machine a multiple of its prediction."""
 
 
 def assert_told(reader: Reader) -> None:

@@ -65,6 +65,10 @@ class NoSnapshots:
     active_bytes: int = 0
     feature_bytes: int = 0
 
+    def settled_bytes(self) -> int:
+        """Nothing is freed late."""
+        return self.active_bytes
+
     def free_caches(self) -> None:
         """There are none."""
 
@@ -169,6 +173,10 @@ class FakeRunner:
         self.prompts: dict[str, int] = {}  # by the id of the first row: tokens prefilled
         self._positions: dict[str, int] = {}
         self._in_flight: dict[str, RowOutput] = {}
+
+    def settled_bytes(self) -> int:
+        """Nothing is freed late."""
+        return self.active_bytes
 
     def decode(self, drafts: Drafts = PLAIN) -> Mapping[str, RowOutput]:
         num_draft_tokens = drafts.num_tokens

@@ -159,8 +159,9 @@ def test_a_growing_row_gets_memory_by_shrinking_the_next_chunk():
     budget.reserve_chunk(new.prompt, 120)  # as while nothing decoded
     while not budget.needs_more_slots(row):
         scheduler.update_decode({row.id: RowOutput((7,))})
+    in_use = budget.needs.limit_bytes - budget.accounts.transient_bytes
     for _ in range(OBSERVATIONS):
-        budget.observe(budget.needs.limit_bytes - budget.accounts.transient_bytes)
+        budget.observe(in_use, lambda: in_use)
     work = step_of(scheduler)
     assert list(work.prefill) == [new] and not work.drop and not budget.needs_more_slots(row)
 

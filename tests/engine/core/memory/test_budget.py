@@ -57,7 +57,7 @@ def budget_of(
 def observe(books: MemoryBudget, active_bytes: int) -> None:
     """Find the same bytes in use so often that they count."""
     for _ in range(OBSERVATIONS):
-        books.observe(active_bytes)
+        books.observe(active_bytes, lambda: active_bytes)
 
 
 def driver(
@@ -160,20 +160,32 @@ def test_unaccounted_bytes_count_as_used_until_the_device_frees_them():
     observe(books, 10_000 + 777)
     assert books.unaccounted_bytes == 777 and books.free_bytes == 90_000 - 777
     assert books.num_underestimates == 1
-    books.observe(9_000)
+    books.observe(9_000, lambda: 9_000)
     assert books.unaccounted_bytes == 0 and books.num_underestimates == 1
 
 
 def test_memory_that_the_device_frees_late_is_not_unaccounted():
     books = budget_of()
+    settled = [10_000]
+    waits = []
+
+    def settle() -> int:
+        waits.append(settled[0])
+        return settled[0]
+
     for late in (300, 700, 200, 0, 500, 500, 500, 0):
-        books.observe(10_000 + late)
-    assert books.unaccounted_bytes == 0 and books.num_underestimates == 0
-    for late in (700, 300, 500):
-        books.observe(10_000 + late)
-    assert books.num_underestimates == 0
-    books.observe(10_000 + 400)
-    assert books.unaccounted_bytes == 300 and books.num_underestimates == 1
+        books.observe(10_000 + late, settle)
+    assert books.unaccounted_bytes == 0 and books.num_underestimates == 0 and not waits
+    for late in [400] * 4 * OBSERVATIONS:  # all of it is freed when the device is waited for
+        books.observe(10_000 + late, settle)
+    assert books.unaccounted_bytes == 0 and books.num_underestimates == 0 and len(waits) == 4
+    settled[0] = 10_250  # not all of it
+    for late in (700, 300, 500, 400):
+        books.observe(10_000 + late, settle)
+    assert books.unaccounted_bytes == 250 and books.num_underestimates == 1 and len(waits) == 5
+    for late in [250] * 4 * OBSERVATIONS:  # what is known is not asked for again
+        books.observe(10_000 + late, settle)
+    assert books.unaccounted_bytes == 250 and books.num_underestimates == 1 and len(waits) == 5
 
 
 def test_a_chunk_whose_results_are_freed_late_is_still_in_the_books_of_the_next_step():
