@@ -38,8 +38,8 @@ MIN_ROW_TOKENS = 16
 
 OBSERVATIONS = 4
 """Steps in a row that must find memory which no reservation explains before the device is waited for, and asked again.
-On an H200 there were up to 2.2 GB right behind a chunk, gone with the next step, and 0.15 GB for four steps and more
-behind a prompt of 8,204 tokens, gone as soon as the device was waited for."""
+On an H200 there were up to 2.2 GB right behind a chunk, gone soon after, and 0.15 GB for four steps behind a prompt of
+8,204 tokens, gone as soon as the device was waited for."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class MemoryBudget:
         costs: Bytes of rows, prompts and images.
         prefills: Reservations of the prompts in progress.
         unaccounted_bytes: Device memory in use that no reservation explains, the least of what the last OBSERVATIONS
-            calls of `observe` found, and found again when nothing was computed; counts as used.
+            calls of `observe` found, and that was still there once the device was waited for; counts as used.
         num_underestimates: How often these bytes have grown.
     """
 

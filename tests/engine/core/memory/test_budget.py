@@ -188,6 +188,15 @@ def test_memory_that_the_device_frees_late_is_not_unaccounted():
     assert books.unaccounted_bytes == 250 and books.num_underestimates == 1 and len(waits) == 5
 
 
+def test_the_least_of_several_findings_is_unaccounted():
+    books = budget_of()
+    for late in (700, 300, 500):
+        books.observe(10_000 + late, lambda: 10_900)
+    assert books.num_underestimates == 0
+    books.observe(10_000 + 400, lambda: 10_900)
+    assert books.unaccounted_bytes == 300 and books.num_underestimates == 1
+
+
 def test_a_chunk_whose_results_are_freed_late_is_still_in_the_books_of_the_next_step():
     late = driver(100_000, replace(COSTS, layer_share=0.0), prefill_chunk_tokens=64)
     prefill, budget = late.core.runner.prefill, late.core.budget
