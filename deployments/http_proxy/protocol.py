@@ -1,6 +1,7 @@
 """GuardedProtocol: uvicorn's HTTP protocol with limits on headers, on slow readers, and on data after a response.
 
-It also answers HTTP/1.0 without chunks, and clients that have shut down their sending side.
+It also answers HTTP/1.0 without chunks, clients that have shut down their sending side, and clients that still send
+their body when a connection ends with its response (RFC 9112, 9.6).
 
 Serve offers no way to choose the protocol of its proxies, so `use_guarded_protocol` replaces uvicorn's default class
 (uvicorn 0.54, `uvicorn.protocols.http.auto`). tests/deployments/http_proxy/test_protocol.py starts a server as Serve
@@ -54,6 +55,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_trailer_bytes = 0
         self._is_in_headers = True
         self._is_body_complete = True
+        self._closes_after_body = False
         self._header_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
@@ -122,6 +124,23 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope["http_version"] == "1.0":
             self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign]
+        if self.cycle is not None and not self._is_body_complete:
+            self.cycle.send = self._sent_before_closing(self.cycle)  # type: ignore[method-assign]
+
+    def _sent_before_closing(self, cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
+        """Return a `send` that keeps the connection open for the rest of a body behind the last response.
+
+        uvicorn would close it. A close with unread data resets the connection, which can cost the client the response.
+        """
+        send = cycle.send
+
+        async def send_before_closing(message: Any) -> None:
+            is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if is_last and not cycle.keep_alive and not self._is_body_complete and cycle is self.cycle:
+                cycle.keep_alive = self._closes_after_body = True  # the headers have said that it will be closed
+            await send(message)
+
+        return send_before_closing
 
     def on_body(self, body: bytes) -> None:
         self._num_trailer_bytes = 0
@@ -132,11 +151,15 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_headers, self._num_header_bytes, self._is_body_complete = True, 0, True
         self._linger_timer = _cancelled(self._linger_timer)
         super().on_message_complete()
+        if self._closes_after_body:
+            self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self._is_body_complete and self._linger_timer is None:
             self._linger_timer = self.loop.call_later(self.linger_s, self.abort)
+        if self._closes_after_body and self.transport.can_write_eof():
+            self.transport.write_eof()
         if self.transport.get_write_buffer_size() > 0 and self._send_timer is None:
             self._send_timer = self.loop.call_later(self._send_timeout_s(), self._abort_unsent)
 

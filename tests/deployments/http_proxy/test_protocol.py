@@ -212,6 +212,58 @@ def test_an_endless_body_after_its_response_closes_the_connection(serving: Any, 
     run(go())
 
 
+@pytest.mark.parametrize("version, headers, is_chunked, num_answers", [
+    ("1.1", b"", False, 2),
+    ("1.1", b"", True, 2),
+    ("1.1", b"Connection: close\r\n", False, 1),
+    ("1.1", b"Connection: close\r\n", True, 1),
+    ("1.0", b"", False, 1),
+])  # fmt: skip
+def test_a_client_that_sends_its_whole_body_before_it_reads_gets_an_early_response(
+    serving: Any, version: str, headers: bytes, is_chunked: bool, num_answers: int
+):
+    size = 2**24  # more than the buffers of both sides
+    length = b"Transfer-Encoding: chunked" if is_chunked else b"Content-Length: %d" % size
+    head = b"POST / HTTP/%b\r\nHost: localhost\r\n%b%b\r\n\r\n" % (version.encode(), headers, length)
+    body = b"%x\r\n%b\r\n0\r\n\r\n" % (size, bytes(size)) if is_chunked else bytes(size)
+    next_request = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+
+    def client(port: int) -> bytes:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(head)
+            answers = bytearray(connection.recv(12))  # the response has begun; it is lost if sending fails from now on
+            connection.sendall(body)
+            if num_answers == 2:
+                connection.sendall(next_request)
+            while data := connection.recv(2**16):
+                answers += data
+            return bytes(answers)
+
+    async def go() -> None:
+        async with serving(App(num_chunks=1, chunk=b"early")) as port:
+            answers = await asyncio.to_thread(client, port)
+        assert (answers.count(b"HTTP/1.1 200"), answers.count(b"early")) == (num_answers, num_answers)
+
+    run(go())
+
+
+def test_an_endless_body_behind_the_last_response_closes_the_connection(serving: Any, monkeypatch: Any):
+    monkeypatch.setattr(GuardedProtocol, "linger_s", 0.2)
+
+    async def go() -> None:
+        async with serving(App()) as port:
+            reader, writer = await opened(port)
+            writer.write(b"POST / HTTP/1.1\r\nConnection: close\r\nContent-Length: 9000000\r\n\r\n{")
+            assert await is_closed(reader)  # at once: nothing more will be sent
+            async with asyncio.timeout(30):
+                while not writer.transport.is_closing():
+                    writer.write(b" ")
+                    await asyncio.sleep(0.05)
+            await close(writer)
+
+    run(go())
+
+
 def test_consecutive_requests_on_a_connection_are_answered(serving: Any, monkeypatch: Any):
     monkeypatch.setattr(GuardedProtocol, "header_timeout_s", 0.3)
 
