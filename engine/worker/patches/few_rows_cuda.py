@@ -180,7 +180,7 @@ def _multiply(
         x = norm(x)
     tiling = None
     if rows > MAX_ROWS:
-        tiling = many_rows.row_tiles(bits)
+        tiling = many_rows.of_weights(bits, num_products, form == "gated")
         constants, row_tiles, per_block = dict(tiling.constants), many_rows.ROW_TILES, tiling.num_outputs
     else:
         constants, row_tiles = _tiles(num_products, rows, bits, form), -(-rows // ROWS)
@@ -190,7 +190,7 @@ def _multiply(
         inputs=[x.reshape(rows, size), *(array for weight in weights for array in weight.arrays), *others],
         template=[("T", x.dtype), ("RowTiles", row_tiles), ("Bits", bits), *constants.items()],
         grid=(
-            32 * sum(-(-num // per_block) for num in num_outputs),
+            32 * sum(-(-num // per_block) for num in num_outputs) * (1 if tiling is None else tiling.parts),
             constants["Warps"] * -(-rows // (ROWS * row_tiles)),
             1,
         ),

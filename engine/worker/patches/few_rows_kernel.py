@@ -200,13 +200,6 @@ __device__ __forceinline__ uint4 expanded(const uint4& loaded, int e, unsigned s
     }
     return result;
 }
-// Return the weights of `expanded` in the order of the features.
-template <int Bits>
-__device__ __forceinline__ uint4 in_order(const uint4& eight) {
-    if constexpr (Bits != 4) return eight;
-    return {__byte_perm(eight.x, eight.y, 0x5410), __byte_perm(eight.z, eight.w, 0x5410),
-            __byte_perm(eight.x, eight.y, 0x7632), __byte_perm(eight.z, eight.w, 0x7632)};
-}
 // Return weights 2 i and 2 i + 1 of eight of 4 bits. The mask of their bits is in a register, not in each instruction.
 __device__ __forceinline__ unsigned two_of(unsigned word, int i, unsigned scale_and_bias, unsigned mask) {
     const PAIR scale = as_pair(__byte_perm(scale_and_bias, 0u, 0x1010));
@@ -214,6 +207,14 @@ __device__ __forceinline__ unsigned two_of(unsigned word, int i, unsigned scale_
     const unsigned two = __byte_perm(word, word >> 4, i | i << 4 | (4 + i) << 8 | (4 + i) << 12);
     const PAIR sum = __hfma2(__hsub2(as_pair(two & mask | MAGICu), as_pair(MAGICu)), scale, bias);
     return *reinterpret_cast<const unsigned*>(&sum);
+}
+// Return the weights of `expanded` in the order of the features.
+template <int Bits>
+__device__ __forceinline__ uint4 in_order(const uint4& loaded, int e, unsigned scale_and_bias, unsigned mask) {
+    if constexpr (Bits != 4) return expanded<Bits>(loaded, e, scale_and_bias);
+    const unsigned word = reinterpret_cast<const unsigned*>(&loaded)[e];
+    return {two_of(word, 0, scale_and_bias, mask), two_of(word, 1, scale_and_bias, mask),
+            two_of(word, 2, scale_and_bias, mask), two_of(word, 3, scale_and_bias, mask)};
 }
 // Return eight features in the order of `expanded`.
 template <int Bits>
@@ -272,7 +273,7 @@ def kernel_of(
         f"constexpr bool {', '.join(f'{name} = {str(value).lower()}' for name, value in flags.items())};",
         f"constexpr float EPS = {eps or 0.0!r}f;",
         f"constexpr int PerBlock = {per_block};",
-        f"int block = blockIdx.x, outputs = w0_shape[{axis}];",
+        f"int block = blockIdx.x{'' if tiling is None else f' / {tiling.parts}'}, outputs = w0_shape[{axis}];",
         "const char *w, *up_w;",
         f"const int groups = {f'scales0_shape[{axis + 1}]' if is_quantized else 1};",
         "const unsigned short *scales = nullptr, *up_scales = nullptr, *biases = nullptr, *up_biases = nullptr;",

@@ -40,7 +40,7 @@ _EXPANSION = """
     uint4 words = {w[at * Bits / 4], 0u, 0u, 0u};
     if (Bits == 8) words.y = w[at * 2 + 1];
     const unsigned scale_and_bias = factors[0][group] | unsigned(factors[1][group]) << 16;
-    reinterpret_cast<uint4*>(y)[at] = in_order<Bits>(expanded<Bits>(words, 0, scale_and_bias));
+    reinterpret_cast<uint4*>(y)[at] = in_order<Bits>(words, 0, scale_and_bias, 0x000f000fu);
 """
 
 _library_call: Any = nn.QuantizedLinear.__call__

@@ -2,36 +2,49 @@
 
 A block multiplies up to 64 rows by some outputs. Rows and weights are copied into shared memory some steps ahead, 128
 bytes of each output at once, and each weight is expanded by one warp, for all rows. With the kernel for few rows each
-warp reads the rows from the device's cache, which takes longer than reading weights from 33 rows on.
+warp reads the rows from the device's cache, which takes longer than reading weights from 33 rows on. Where there are
+fewer blocks than processors, the blocks of a cluster share the columns of the same outputs.
 """
 
 WARPS, SPLIT = 8, 2
 """Warps of a block, and how many of them share the columns of the same outputs, on which a row's result depends."""
-ROW_TILES, OUT_TILES = 4, 4
-"""Row tiles of a block, of 16 rows each, and output tiles of a warp, of 8 outputs each."""
-OUTPUTS = 8 * OUT_TILES * WARPS // SPLIT
-"""Outputs of a block, of gate and up together."""
+ROW_TILES, OUT_TILES, GATED_OUT_TILES = 4, 4, 2
+"""Row tiles of a block, of 16 rows each, and output tiles of a warp, of 8 outputs each: with two a processor has two
+blocks. On an H200, gate and up of 5,120 x 17,408 took 125 us with four, 109 with two, and 100 with clusters of two."""
 STAGES = 2
 """Number of steps whose rows and weights are in shared memory, or on their way. With 2 a block takes 96 KB, which all
-devices of compute capability 8 have; on an H200 3 or 4 stages and 1 to 5 output tiles were no faster."""
-CONSTANTS = (("OutTiles", OUT_TILES), ("Warps", WARPS), ("Split", SPLIT), ("Stages", STAGES))
-"""Constants of the kernel beside RowTiles."""
+devices of compute capability 8 have; on an H200 3 stages were no faster."""
 
 
-def shared_bytes(bits: int) -> int:
+def num_outputs(out_tiles: int) -> int:
+    """Return the outputs of a block, of gate and up together."""
+    return 8 * out_tiles * WARPS // SPLIT
+
+
+def constants(out_tiles: int, parts: int) -> tuple[tuple[str, int], ...]:
+    """Return the constants of the kernel beside RowTiles; so many blocks share the columns of the same outputs."""
+    return (("OutTiles", out_tiles), ("Warps", WARPS), ("Split", SPLIT), ("Stages", STAGES), ("Parts", parts))
+
+
+def shared_bytes(bits: int, out_tiles: int) -> int:
     """Return the bytes of a block's shared memory: of rows and weights of so many bits, and then of sums."""
-    return max(STAGES * (16 * ROW_TILES * 2048 // bits + OUTPUTS * 128), 16 * ROW_TILES * OUTPUTS * SPLIT * 4)
+    outputs = num_outputs(out_tiles)
+    return max(STAGES * (16 * ROW_TILES * 2048 // bits + outputs * 128), 16 * ROW_TILES * outputs * SPLIT * 4)
 
 
 SOURCE = """
-    // Tiles of 16 rows x 8 outputs by mma.m16n8k16. In each step the block has some columns of its rows and weights in
-    // shared memory: 128 bytes of each output. Split warps share the columns of the same outputs.
-    constexpr int Own = Gated ? OutTiles / 2 : OutTiles, Across = Warps / Split, Rows = RowTiles * 16;
+    // Tiles of 16 outputs x 8 rows by mma.m16n8k16: a lane's numbers of a row are then neighbours in its registers. In
+    // each step the block has some columns of its rows and weights in shared memory: 128 bytes of each output. Split
+    // warps share the columns of the same outputs.
+    // With a gate, every other tile of 8 outputs is of `up`.
+    constexpr int Step = Gated ? 2 : 1, Own = OutTiles / Step, Across = Warps / Split, Rows = RowTiles * 16;
+    constexpr int Eights = RowTiles * 2, Pairs = OutTiles / 2;
     constexpr int Outputs = Across * OutTiles * 8, Units = 128 / Bits, Stage = Rows * Units + Outputs * 8;
     constexpr int Threads = Warps * 32, Loads = Rows * Units / Threads, WeightLoads = Outputs * 8 / Threads;
     constexpr int PerLane = 128 / Bits;
     extern __shared__ uint4 staged[];
     const int columns = x_shape[1], row_bytes = columns / 8 * Bits, steps = (row_bytes + 127) / 128;
+    const int rank = rank_of_block(), from = steps * rank / Parts, end = steps * (rank + 1) / Parts;
     const int lane = threadIdx.x, warp = threadIdx.y, thread = warp * 32 + lane, group = lane >> 2;
     const int share = warp % Split, mine = warp / Split, first = (block * Across + mine) * (8 * Own);
     const int group_bits = 31 - __clz(columns / groups);
@@ -50,8 +63,9 @@ SOURCE = """
     #pragma unroll
     for (int i = 0; i < WeightLoads; ++i) {
         const int at = thread / 8 + i * (Threads / 8), j = at / 8 % OutTiles;
-        const int output = (block * Across + at / (8 * OutTiles)) * (8 * Own) + j % Own * 8 + at % 8;
-        weights[i] = output < outputs ? (j < Own ? w : up_w) + size_t(output) * row_bytes + thread % 8 * 16 : nullptr;
+        const int output = (block * Across + at / (8 * OutTiles)) * (8 * Own) + j / Step * 8 + at % 8;
+        const char* start = (j % Step == 0 ? w : up_w) + size_t(output) * row_bytes + thread % 8 * 16;
+        weights[i] = output < outputs ? start : nullptr;
     }
     auto stage = [&](int step) {
         uint4* to = staged + step % Stages * Stage;
@@ -60,48 +74,72 @@ SOURCE = """
         for (int i = 0; i < Loads; ++i) {
             const int row = own_row + i * (Threads / Units);
             const bool there = row < rows && skipped + unit * 8 < columns;
-            copy(to + place(row, unit), x + (there ? sources[i] + skipped : 0u), there, aligned);
+            copy(to + place(row, unit), x + (there ? sources[i] + skipped : 0u), there);
         }
         #pragma unroll
         for (int i = 0; i < WeightLoads; ++i) {
             const int at = thread / 8 + i * (Threads / 8);
             const bool there = weights[i] != nullptr && step * 128 + thread % 8 * 16 < row_bytes;
             uint4* own_to = to + Rows * Units + at * 8 + (thread % 8 ^ (at & 1) * 4);
-            copy(own_to, there ? weights[i] + step * 128 : w, there, aligned);
+            copy(own_to, there ? weights[i] + step * 128 : w, there);
         }
     };
+    // The same for arrays whose places do not allow for copies of 16 bytes.
+    auto stage_slowly = [&](int step) {
+        unsigned short* to = reinterpret_cast<unsigned short*>(staged + step % Stages * Stage);
+        #pragma unroll 1
+        for (int i = thread; i < Rows * Units * 8; i += Threads) {
+            const int row = i / (Units * 8), column = step * Units * 8 + i % (Units * 8);
+            const bool there = row < rows && column < columns;
+            const unsigned short* from = reinterpret_cast<const unsigned short*>(x);
+            to[place(row, i / 8 % Units) * 8 + i % 8] = there ? from[unsigned(source(row)) * columns + column] : 0;
+        }
+        #pragma unroll 1
+        for (int i = thread; i < Outputs * 64; i += Threads) {
+            const int at = i / 64, byte = step * 128 + i % 64 * 2, j = at / 8 % OutTiles;
+            const int output = (block * Across + at / (8 * OutTiles)) * (8 * Own) + j / Step * 8 + at % 8;
+            const char* from = (j % Step == 0 ? w : up_w) + size_t(output) * row_bytes + byte;
+            const bool there = output < outputs && byte < row_bytes;
+            to[(Rows * Units + at * 8 + (i / 8 % 8 ^ (at & 1) * 4)) * 8 + i % 8] =
+                there ? *reinterpret_cast<const unsigned short*>(from) : 0;
+        }
+    };
+    auto prepare = [&](int step) {
+        if (step < end) {
+            if (aligned) stage(step);
+            else stage_slowly(step);
+        }
+        end_of_copies();
+    };
+    const unsigned mask = 0x000f000fu + (unsigned(columns) >> 31);  // a number that the compiler does not know
     unsigned scale_and_bias[2][OutTiles];
     auto fetch = [&](int u, int step) {
         const int column = (step * Split + share) * (4 * PerLane) + (lane & 3) * PerLane;
         #pragma unroll
         for (int j = 0; j < OutTiles; ++j) {
-            const int output = first + j % Own * 8 + group;
+            const int output = first + j / Step * 8 + group;
             const bool there = column < columns && output < outputs;
             const unsigned at = there ? unsigned(output) * groups + (column >> group_bits) : 0u;
-            const unsigned bias = __ldg((j < Own ? biases : up_biases) + at);
-            scale_and_bias[u][j] = __ldg((j < Own ? scales : up_scales) + at) | bias << 16;
+            const unsigned bias = __ldg((j % Step == 0 ? biases : up_biases) + at);
+            scale_and_bias[u][j] = __ldg((j % Step == 0 ? scales : up_scales) + at) | bias << 16;
         }
     };
-    float sums[RowTiles][OutTiles][4];
-    for (int i = 0; i < RowTiles; ++i)
-        for (int j = 0; j < OutTiles; ++j)
+    float sums[Eights][Pairs][4];
+    for (int i = 0; i < Eights; ++i)
+        for (int j = 0; j < Pairs; ++j)
             for (int r = 0; r < 4; ++r) sums[i][j][r] = 0.0f;
     #pragma unroll
-    for (int s = 0; s < Stages - 1; ++s) {
-        if (s < steps) stage(s);
-        end_of_copies();
-    }
-    fetch(0, 0);
-    fetch(1, 1);
-    for (int start = 0; start < steps; start += 2) {
+    for (int s = 0; s < Stages - 1; ++s) prepare(from + s);
+    fetch(0, from);
+    fetch(1, from + 1);
+    for (int start = from; start < end; start += 2) {
         #pragma unroll
         for (int u = 0; u < 2; ++u) {
             const int step = start + u;
-            if (step >= steps) break;
+            if (step >= end) break;
             wait_for_copies<Stages - 2>();
             __syncthreads();
-            if (step + Stages - 1 < steps) stage(step + Stages - 1);
-            end_of_copies();
+            prepare(step + Stages - 1);
             const uint4 *of_rows = staged + step % Stages * Stage, *of_weights = of_rows + Rows * Units;
             uint4 loaded[OutTiles];
             #pragma unroll
@@ -113,59 +151,67 @@ SOURCE = """
             for (int e = 0; e < PerLane / 8; ++e) {
                 uint4 eight[OutTiles];
                 #pragma unroll
-                for (int j = 0; j < OutTiles; ++j)
-                    eight[j] = in_order<Bits>(expanded<Bits>(loaded[j], e, scale_and_bias[u][j]));
+                for (int j = 0; j < OutTiles; ++j) eight[j] = in_order<Bits>(loaded[j], e, scale_and_bias[u][j], mask);
                 const int at = (share * 4 + (lane & 3)) * (PerLane / 8) + e;
                 #pragma unroll
-                for (int i = 0; i < RowTiles; ++i) {
-                    const uint4 upper = of_rows[place(i * 16 + group, at)];
-                    const uint4 lower = of_rows[place(i * 16 + 8 + group, at)];
+                for (int i = 0; i < Eights; ++i) {
+                    const uint4 row = of_rows[place(i * 8 + group, at)];
                     #pragma unroll
-                    for (int j = 0; j < OutTiles; ++j)
-                        multiply(sums[i][j], upper.x, lower.x, upper.y, lower.y, eight[j].x, eight[j].y);
+                    for (int j = 0; j < Pairs; ++j) {
+                        const uint4 &upper = eight[2 * j], &lower = eight[2 * j + 1];
+                        multiply(sums[i][j], upper.x, lower.x, upper.y, lower.y, row.x, row.y);
+                    }
                     #pragma unroll
-                    for (int j = 0; j < OutTiles; ++j)
-                        multiply(sums[i][j], upper.z, lower.z, upper.w, lower.w, eight[j].z, eight[j].w);
+                    for (int j = 0; j < Pairs; ++j) {
+                        const uint4 &upper = eight[2 * j], &lower = eight[2 * j + 1];
+                        multiply(sums[i][j], upper.z, lower.z, upper.w, lower.w, row.z, row.w);
+                    }
                 }
             }
             fetch(u, step + 2);
         }
     }
-    // The sums of the warps with the same outputs are added in shared memory, and each writes some of the row tiles.
-    constexpr int Sums = RowTiles * OutTiles * 4;
+    // The sums of the warps with the same outputs are added in shared memory, also those of other blocks, and each warp
+    // writes some.
+    constexpr int Sums = Eights * Pairs * 4;
     float* handed = reinterpret_cast<float*>(staged) + mine * Split * Sums * 32 + lane;
     wait_for_copies<0>();
     __syncthreads();
     #pragma unroll
     for (int s = 0; s < Sums; ++s)
-        handed[(share * Sums + s) * 32] = sums[s / (4 * OutTiles)][s / 4 % OutTiles][s % 4];
-    __syncthreads();
+        handed[(share * Sums + s) * 32] = sums[s / (4 * Pairs)][s / 4 % Pairs][s % 4];
+    wait_for_blocks();
     auto total = [&](int i, int j, int r) {
         float sum = 0.0f;
-        for (int part = 0; part < Split; ++part) sum += handed[(part * Sums + (i * OutTiles + j) * 4 + r) * 32];
+        #pragma unroll
+        for (int part = 0; part < Parts * Split; ++part)
+            sum += of_block(part / Split, handed + (part % Split * Sums + (i * Pairs + j) * 4 + r) * 32);
         return sum;
     };
     #pragma unroll
-    for (int i = 0; i < RowTiles; ++i) {
-        if (i % Split != share) continue;
+    for (int i = 0; i < Eights; ++i) {
         #pragma unroll
-        for (int j = 0; j < Own; ++j)
+        for (int j = 0; j < Pairs; ++j) {
+            if ((i * Pairs + j) % (Parts * Split) != rank * Split + share) continue;
             #pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                const int row = i * 16 + group + (r >= 2 ? 8 : 0), output = first + j * 8 + (lane & 3) * 2 + (r & 1);
+            for (int r = 0; r < (Gated ? 2 : 4); ++r) {
+                const int row = i * 8 + (lane & 3) * 2 + r % 2;
+                const int output = first + (Gated ? j : j * 2 + r / 2) * 8 + group;
                 float sum = total(i, j, r);
-                if (Gated) sum = sum / (1.0f + expf(-sum)) * total(i, j + OutTiles - Own, r);
+                if (Gated) sum = sum / (1.0f + expf(-sum)) * total(i, j, r + 2);
                 if (row >= rows || output >= outputs) continue;
                 const size_t at = size_t(target(row)) * outputs + output;
                 if (Added) sum += static_cast<float>(added[at]);
                 y[at] = static_cast<T>(sum);
             }
+        }
     }
+    wait_for_blocks();
 """
 
 HEADER = """
 // Copy 16 bytes to shared memory, zeros unless they are there; it has happened when the group of copies is waited for.
-__device__ __forceinline__ void copy(uint4* to, const void* from, bool there, bool aligned) {
+__device__ __forceinline__ void copy(uint4* to, const void* from, bool there, bool aligned = true) {
     if (!aligned) {
         const unsigned short* halves = static_cast<const unsigned short*>(from);
         for (int i = 0; i < 8; ++i) reinterpret_cast<unsigned short*>(to)[i] = there ? halves[i] : (unsigned short)0;
@@ -180,3 +226,40 @@ template <int Groups>
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(Groups) : "memory"); }
 """
 """Functions of the device that the body calls."""
+
+ALONE = """
+__device__ __forceinline__ int rank_of_block() { return 0; }
+__device__ __forceinline__ void wait_for_blocks() { __syncthreads(); }
+__device__ __forceinline__ float of_block(int, const float* own) { return *own; }
+"""
+"""Functions of a block that has all columns of its outputs."""
+IN_CLUSTERS = """
+__device__ __forceinline__ int rank_of_block() {
+    int rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+__device__ __forceinline__ void wait_for_blocks() {
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Return what another block of the cluster has where this one has its own.
+__device__ __forceinline__ float of_block(int rank, const float* own) {
+    float value;
+    asm volatile(
+        "{ .reg .b32 at; mapa.shared::cluster.u32 at, %1, %2; ld.shared::cluster.f32 %0, [at]; }"
+        : "=f"(value) : "r"(unsigned(__cvta_generic_to_shared(own))), "r"(rank) : "memory");
+    return value;
+}
+"""
+"""The same of a block in a cluster, whose blocks have a part of the columns each and read each other's sums."""
+
+
+def header(out_tiles: int, parts: int) -> str:
+    """Return the functions that the body calls, and what the compiler is told of the blocks."""
+    told = [f"__cluster_dims__({parts}, 1, 1)"] if parts > 1 else []
+    if out_tiles == GATED_OUT_TILES:  # registers for two blocks of a processor
+        told.append(f"__launch_bounds__({32 * WARPS}, 2)")
+    functions = HEADER + (IN_CLUSTERS if parts > 1 else ALONE)
+    if not told:
+        return functions
+    return f"{functions}\n#undef __global__\n#define __global__ __attribute__((global)) {' '.join(told)}\n"

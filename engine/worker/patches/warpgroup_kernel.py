@@ -66,7 +66,7 @@ SOURCE = """
         for (int i = 0; i < Outputs / (Warps * 8); ++i) {
             const int tile = i * (Warps * 8) / 64, row = i * (Warps * 8) % 64 + thread / 4;
             const unsigned at = unsigned(output_of(tile / Tiles, tile % Tiles, row)) * row_bytes + byte;
-            copy(to + Rows * 16 + i * Warps * 32 + thread, weights[tile % Tiles / Own] + at, has_weights, true);
+            copy(to + Rows * 16 + i * Warps * 32 + thread, weights[tile % Tiles / Own] + at, has_weights);
         }
     };
     // The same for arrays whose places do not allow for copies of 16 bytes.
