@@ -84,17 +84,9 @@ struct Warp {
 
 Place threadIdx, blockIdx, blockDim, gridDim;
 Warp* warp_of_lane;
-Barrier *block_barrier, cluster_barrier;
-// Memory of a block whose size the source does not give, that of all blocks of a cluster, and its size.
-uint4 *staged, *staged_of_blocks;
-int staged_size;
+Barrier block_barrier;
 
-inline void __syncthreads() { block_barrier->arrive_and_wait(); }
-inline int rank_of_block() { return int((staged - staged_of_blocks) / staged_size); }
-inline void wait_for_blocks() { cluster_barrier.arrive_and_wait(); }
-inline float of_block(int rank, const float* own) {
-    return *(own + (rank - rank_of_block()) * (long)(staged_size * sizeof(uint4) / sizeof(float)));
-}
+inline void __syncthreads() { block_barrier.arrive_and_wait(); }
 inline void __syncwarp() { warp_of_lane->barrier.arrive_and_wait(); }
 
 inline float half_of(unsigned pair, int i) {
@@ -244,21 +236,18 @@ inline void run_lane() {
     running->has_ended = true;
 }
 
-// Run the clusters one after the other, and the blocks of each together. The lanes take turns forwards and backwards,
-// so that those which lack a barrier read too early in one of the two orders.
-inline void launch(int columns, int rows, int lanes, int warps, int cluster, int size) {
+// Run the blocks one after the other. The lanes take turns forwards and backwards, so that those which lack a barrier
+// read too early in one of the two orders.
+inline void launch(int columns, int rows, int lanes, int warps) {
     blockDim = {lanes, warps};
     gridDim = {columns, rows};
-    staged_size = size;
-    staged_of_blocks = (uint4*)calloc(cluster * size, sizeof(uint4));
-    const int of_block = lanes * warps, count = cluster * of_block, stack_bytes = 1 << 17;
+    const int count = lanes * warps, stack_bytes = 1 << 17;
     Lane* all = (Lane*)calloc(count, sizeof(Lane));
     for (int i = 0; i < count; ++i) all[i].stack = malloc(stack_bytes);
-    for (int block = 0; block < columns * rows; block += cluster) {
-        Barrier* barriers = new Barrier[cluster];
-        for (int i = 0; i < cluster; ++i) barriers[i] = {of_block};
-        cluster_barrier = {count};
-        Warp* all_warps = new Warp[count / 32];
+    for (int block = 0; block < columns * rows; ++block) {
+        blockIdx = {block % columns, block / columns};
+        block_barrier = {count};
+        Warp* of_block = new Warp[count / 32];
         for (int i = 0; i < count; ++i) {
             getcontext(&all[i].context);
             all[i].context.uc_stack.ss_sp = all[i].stack;
@@ -274,17 +263,12 @@ inline void launch(int columns, int rows, int lanes, int warps, int cluster, int
                 const int thread = turn % 2 ? count - 1 - i : i;
                 running = &all[thread];
                 if (running->has_ended) continue;
-                const int rank = thread / of_block, own = thread % of_block;
-                blockIdx = {(block + rank) % columns, (block + rank) / columns};
-                block_barrier = &barriers[rank];
-                staged = staged_of_blocks + rank * size;
-                threadIdx = {own % lanes, own / lanes};
-                warp_of_lane = &all_warps[thread / 32];
+                threadIdx = {thread % lanes, thread / lanes};
+                warp_of_lane = &of_block[thread / 32];
                 swapcontext(&scheduler, &running->context);
                 ended += running->has_ended;
             }
-        delete[] all_warps;
-        delete[] barriers;
+        delete[] of_block;
     }
 }
 template <typename T> T* read(const char* path, size_t size) {

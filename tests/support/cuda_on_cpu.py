@@ -3,7 +3,6 @@
 It knows what the kernels of few_rows_cuda, quantized_cuda and experts_cuda call (cuda_on_cpu.h), in bfloat16.
 """
 
-import re
 import subprocess
 from collections.abc import Sequence
 from math import prod
@@ -90,11 +89,10 @@ class Kernel:
         # The header's own function for tensor cores is assembly; cuda_on_cpu.h has another one.
         header = self._arguments["header"].partition("// Multiply eight")[2]
         lines = [f'#include "{HEADER}"', "//" + header, *arrays, "void kernel() {", *body]
+        # Memory whose size the source does not give.
+        lines.insert(1, f"uint4 staged[{self._arguments['shared_memory'] // 16 + 1}];")
         code = self._arguments["source"].replace("extern __shared__ uint4 staged[];", "")
-        cluster = re.search(r"__cluster_dims__\((\d+)", self._arguments["header"])
-        size = self._arguments["shared_memory"] // 16 + 1
-        launched = f"launch({launched}, {cluster[1] if cluster else 1}, {size});"
-        lines += [code, "}", f"int main() {{ {launched}", *written, "}"]
+        lines += [code, "}", f"int main() {{ launch({launched});", *written, "}"]
         code = "\n".join(lines)
         if code not in PROGRAMS:
             source = self._folder / f"kernel{len(PROGRAMS)}.cpp"

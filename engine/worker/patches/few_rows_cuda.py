@@ -190,7 +190,7 @@ def _multiply(
         inputs=[x.reshape(rows, size), *(array for weight in weights for array in weight.arrays), *others],
         template=[("T", x.dtype), ("RowTiles", row_tiles), ("Bits", bits), *constants.items()],
         grid=(
-            32 * sum(-(-num // per_block) for num in num_outputs) * (1 if tiling is None else tiling.parts),
+            32 * sum(-(-num // per_block) for num in num_outputs),
             constants["Warps"] * -(-rows // (ROWS * row_tiles)),
             1,
         ),

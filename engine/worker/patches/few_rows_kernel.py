@@ -273,7 +273,7 @@ def kernel_of(
         f"constexpr bool {', '.join(f'{name} = {str(value).lower()}' for name, value in flags.items())};",
         f"constexpr float EPS = {eps or 0.0!r}f;",
         f"constexpr int PerBlock = {per_block};",
-        f"int block = blockIdx.x{'' if tiling is None else f' / {tiling.parts}'}, outputs = w0_shape[{axis}];",
+        f"int block = blockIdx.x, outputs = w0_shape[{axis}];",
         "const char *w, *up_w;",
         f"const int groups = {f'scales0_shape[{axis + 1}]' if is_quantized else 1};",
         "const unsigned short *scales = nullptr, *up_scales = nullptr, *biases = nullptr, *up_biases = nullptr;",

@@ -10,12 +10,9 @@ from engine.worker.patches import row_tiles_kernel, warpgroup_kernel
 ROW_TILES = row_tiles_kernel.ROW_TILES
 """Most row tiles of a block of either kernel, of 16 rows each."""
 HOPPER = 9
-"""The compute capability of GPUs whose warpgroups multiply matrices; later ones do it by other instructions. From it on
-blocks form clusters."""
-PARTS = (1, 2, 4, 8)
-"""Blocks that may share the columns of the same outputs; eight is the most that all devices with clusters have."""
+"""The compute capability of GPUs whose warpgroups multiply matrices; later ones do it by other instructions."""
 PROCESSORS = 132
-"""Blocks that a device computes at once, as an H200 does. Of a device with more, some processors have nothing to do."""
+"""Multiprocessors of an H200. A row's result does not depend on it."""
 WARPGROUP_BITS = 4
 """Bits of the weights that warpgroups multiply by."""
 _WARPGROUP_FUNCTIONS = row_tiles_kernel.HEADER + warpgroup_kernel.HEADER
@@ -31,7 +28,6 @@ class Tiling(NamedTuple):
         constants: Names and values of its constants, beside those of all kernels.
         num_outputs: Outputs of a block, of gate and up together.
         shared_bytes: Bytes of a block's shared memory.
-        parts: Blocks that share the columns of the same outputs.
     """
 
     name: str
@@ -40,32 +36,32 @@ class Tiling(NamedTuple):
     constants: tuple[tuple[str, int], ...]
     num_outputs: int
     shared_bytes: int
-    parts: int = 1
 
 
 def of_weights(bits: int, num_outputs: int, is_gated: bool) -> Tiling:
     """Return the kernel that multiplies all rows by weights of some bits, with so many outputs in all.
 
-    A row's result depends on the blocks that share its columns, and so on the weights, but not on the number of rows.
+    Smaller blocks compute few outputs, as otherwise many processors have none, and those of a gate
+    (tests/benchmarks/README.md). Clusters of blocks that share the columns are faster yet, but MLX 0.32.4 puts new
+    kernels into the graphs of old ones, and CUDA keeps the clusters of those (`subgraph_to_key` in
+    mlx/backend/cuda/device.cpp): results were wrong.
     """
-    if is_gated:
-        return row_tiles(bits, row_tiles_kernel.GATED_OUT_TILES, 2 if has_clusters() else 1)
-    blocks = -(-num_outputs // row_tiles_kernel.num_outputs(row_tiles_kernel.OUT_TILES))
-    fitting = [parts for parts in PARTS if blocks * parts <= PROCESSORS and has_clusters()]
-    return row_tiles(bits, parts=max(fitting, default=1))
+    small = row_tiles_kernel.FEW_OUT_TILES
+    if is_gated or num_outputs <= PROCESSORS * row_tiles_kernel.num_outputs(small):
+        return row_tiles(bits, small)
+    return row_tiles(bits)
 
 
-def row_tiles(bits: int, out_tiles: int = row_tiles_kernel.OUT_TILES, parts: int = 1) -> Tiling:
-    """Return the kernel for weights of some bits that all devices have, with so many blocks for the same outputs."""
+def row_tiles(bits: int, out_tiles: int = row_tiles_kernel.OUT_TILES) -> Tiling:
+    """Return the kernel for weights of some bits that all devices have, with so many output tiles of a warp."""
     kernel = row_tiles_kernel
     return Tiling(
-        f"row_tiles_{out_tiles}_{parts}",
-        kernel.header(out_tiles, parts),
+        "row_tiles",
+        kernel.header(out_tiles),
         kernel.SOURCE,
-        kernel.constants(out_tiles, parts),
+        kernel.constants(out_tiles),
         kernel.num_outputs(out_tiles),
         kernel.shared_bytes(bits, out_tiles),
-        parts,
     )
 
 
@@ -73,8 +69,7 @@ def of_experts(bits: int) -> Tiling:
     """Return the kernel for experts' weights of some bits: that of Hopper GPUs, on these and if it has their form.
 
     Weights that all rows are multiplied by have `row_tiles`: with 64 rows a step of 64 layers took 80 ms with Hopper's
-    kernel and 55 with that, before blocks shared columns. Its blocks have twice the outputs, and 20 of them compute
-    5,120.
+    kernel and 55 with that. Its blocks have 256 outputs, and 20 of them compute 5,120.
     """
     if bits != WARPGROUP_BITS or not has_warpgroups():
         return row_tiles(bits)
@@ -89,17 +84,10 @@ def of_experts(bits: int) -> Tiling:
     )
 
 
-def has_warpgroups() -> bool:
-    """Return whether the device's warpgroups multiply matrices as those of Hopper GPUs do."""
-    return _compute_capability() == HOPPER
-
-
-def has_clusters() -> bool:
-    """Return whether blocks of the device can read each other's shared memory."""
-    return _compute_capability() >= HOPPER
-
-
 @cache
-def _compute_capability() -> int:
-    """Return its first number; asked once, as MLX asks the driver each time for all that it knows of the device."""
-    return int(mx.device_info().get("compute_capability_major", 0))
+def has_warpgroups() -> bool:
+    """Return whether the device's warpgroups multiply matrices as those of Hopper GPUs do.
+
+    It is asked once, as MLX asks the driver each time for all that it knows of the device.
+    """
+    return int(mx.device_info().get("compute_capability_major", 0)) == HOPPER

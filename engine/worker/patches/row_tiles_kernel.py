@@ -2,15 +2,15 @@
 
 A block multiplies up to 64 rows by some outputs. Rows and weights are copied into shared memory some steps ahead, 128
 bytes of each output at once, and each weight is expanded by one warp, for all rows. With the kernel for few rows each
-warp reads the rows from the device's cache, which takes longer than reading weights from 33 rows on. Where there are
-fewer blocks than processors, the blocks of a cluster share the columns of the same outputs.
+warp reads the rows from the device's cache, which takes longer than reading weights from 33 rows on.
 """
 
 WARPS, SPLIT = 8, 2
 """Warps of a block, and how many of them share the columns of the same outputs, on which a row's result depends."""
-ROW_TILES, OUT_TILES, GATED_OUT_TILES = 4, 4, 2
-"""Row tiles of a block, of 16 rows each, and output tiles of a warp, of 8 outputs each: with two a processor has two
-blocks. On an H200, gate and up of 5,120 x 17,408 took 125 us with four, 109 with two, and 100 with clusters of two."""
+ROW_TILES = 4
+"""Row tiles of a block, of 16 rows each."""
+OUT_TILES, FEW_OUT_TILES = 4, 2
+"""Output tiles of a warp, of 8 outputs each, and as many of a smaller block, of which a processor has two."""
 STAGES = 2
 """Number of steps whose rows and weights are in shared memory, or on their way. With 2 a block takes 96 KB, which all
 devices of compute capability 8 have; on an H200 3 stages were no faster."""
@@ -21,15 +21,22 @@ def num_outputs(out_tiles: int) -> int:
     return 8 * out_tiles * WARPS // SPLIT
 
 
-def constants(out_tiles: int, parts: int) -> tuple[tuple[str, int], ...]:
-    """Return the constants of the kernel beside RowTiles; so many blocks share the columns of the same outputs."""
-    return (("OutTiles", out_tiles), ("Warps", WARPS), ("Split", SPLIT), ("Stages", STAGES), ("Parts", parts))
+def constants(out_tiles: int) -> tuple[tuple[str, int], ...]:
+    """Return the constants of the kernel beside RowTiles."""
+    return (("OutTiles", out_tiles), ("Warps", WARPS), ("Split", SPLIT), ("Stages", STAGES))
 
 
 def shared_bytes(bits: int, out_tiles: int) -> int:
     """Return the bytes of a block's shared memory: of rows and weights of so many bits, and then of sums."""
     outputs = num_outputs(out_tiles)
     return max(STAGES * (16 * ROW_TILES * 2048 // bits + outputs * 128), 16 * ROW_TILES * outputs * SPLIT * 4)
+
+
+def header(out_tiles: int) -> str:
+    """Return the functions that the body calls, and what the compiler is told of a block's registers."""
+    if out_tiles > FEW_OUT_TILES:
+        return HEADER
+    return f"{HEADER}#undef __global__\n#define __global__ __attribute__((global)) __launch_bounds__({32 * WARPS}, 2)\n"
 
 
 SOURCE = """
@@ -44,7 +51,6 @@ SOURCE = """
     constexpr int PerLane = 128 / Bits;
     extern __shared__ uint4 staged[];
     const int columns = x_shape[1], row_bytes = columns / 8 * Bits, steps = (row_bytes + 127) / 128;
-    const int rank = rank_of_block(), from = steps * rank / Parts, end = steps * (rank + 1) / Parts;
     const int lane = threadIdx.x, warp = threadIdx.y, thread = warp * 32 + lane, group = lane >> 2;
     const int share = warp % Split, mine = warp / Split, first = (block * Across + mine) * (8 * Own);
     const int group_bits = 31 - __clz(columns / groups);
@@ -105,7 +111,7 @@ SOURCE = """
         }
     };
     auto prepare = [&](int step) {
-        if (step < end) {
+        if (step < steps) {
             if (aligned) stage(step);
             else stage_slowly(step);
         }
@@ -129,14 +135,14 @@ SOURCE = """
         for (int j = 0; j < Pairs; ++j)
             for (int r = 0; r < 4; ++r) sums[i][j][r] = 0.0f;
     #pragma unroll
-    for (int s = 0; s < Stages - 1; ++s) prepare(from + s);
-    fetch(0, from);
-    fetch(1, from + 1);
-    for (int start = from; start < end; start += 2) {
+    for (int s = 0; s < Stages - 1; ++s) prepare(s);
+    fetch(0, 0);
+    fetch(1, 1);
+    for (int start = 0; start < steps; start += 2) {
         #pragma unroll
         for (int u = 0; u < 2; ++u) {
             const int step = start + u;
-            if (step >= end) break;
+            if (step >= steps) break;
             wait_for_copies<Stages - 2>();
             __syncthreads();
             prepare(step + Stages - 1);
@@ -171,8 +177,7 @@ SOURCE = """
             fetch(u, step + 2);
         }
     }
-    // The sums of the warps with the same outputs are added in shared memory, also those of other blocks, and each warp
-    // writes some.
+    // The sums of the warps with the same outputs are added in shared memory, and each writes some.
     constexpr int Sums = Eights * Pairs * 4;
     float* handed = reinterpret_cast<float*>(staged) + mine * Split * Sums * 32 + lane;
     wait_for_copies<0>();
@@ -180,19 +185,17 @@ SOURCE = """
     #pragma unroll
     for (int s = 0; s < Sums; ++s)
         handed[(share * Sums + s) * 32] = sums[s / (4 * Pairs)][s / 4 % Pairs][s % 4];
-    wait_for_blocks();
+    __syncthreads();
     auto total = [&](int i, int j, int r) {
         float sum = 0.0f;
-        #pragma unroll
-        for (int part = 0; part < Parts * Split; ++part)
-            sum += of_block(part / Split, handed + (part % Split * Sums + (i * Pairs + j) * 4 + r) * 32);
+        for (int part = 0; part < Split; ++part) sum += handed[(part * Sums + (i * Pairs + j) * 4 + r) * 32];
         return sum;
     };
     #pragma unroll
     for (int i = 0; i < Eights; ++i) {
         #pragma unroll
         for (int j = 0; j < Pairs; ++j) {
-            if ((i * Pairs + j) % (Parts * Split) != rank * Split + share) continue;
+            if ((i * Pairs + j) % Split != share) continue;
             #pragma unroll
             for (int r = 0; r < (Gated ? 2 : 4); ++r) {
                 const int row = i * 8 + (lane & 3) * 2 + r % 2;
@@ -206,7 +209,6 @@ SOURCE = """
             }
         }
     }
-    wait_for_blocks();
 """
 
 HEADER = """
@@ -226,40 +228,3 @@ template <int Groups>
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(Groups) : "memory"); }
 """
 """Functions of the device that the body calls."""
-
-ALONE = """
-__device__ __forceinline__ int rank_of_block() { return 0; }
-__device__ __forceinline__ void wait_for_blocks() { __syncthreads(); }
-__device__ __forceinline__ float of_block(int, const float* own) { return *own; }
-"""
-"""Functions of a block that has all columns of its outputs."""
-IN_CLUSTERS = """
-__device__ __forceinline__ int rank_of_block() {
-    int rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-__device__ __forceinline__ void wait_for_blocks() {
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// Return what another block of the cluster has where this one has its own.
-__device__ __forceinline__ float of_block(int rank, const float* own) {
-    float value;
-    asm volatile(
-        "{ .reg .b32 at; mapa.shared::cluster.u32 at, %1, %2; ld.shared::cluster.f32 %0, [at]; }"
-        : "=f"(value) : "r"(unsigned(__cvta_generic_to_shared(own))), "r"(rank) : "memory");
-    return value;
-}
-"""
-"""The same of a block in a cluster, whose blocks have a part of the columns each and read each other's sums."""
-
-
-def header(out_tiles: int, parts: int) -> str:
-    """Return the functions that the body calls, and what the compiler is told of the blocks."""
-    told = [f"__cluster_dims__({parts}, 1, 1)"] if parts > 1 else []
-    if out_tiles == GATED_OUT_TILES:  # registers for two blocks of a processor
-        told.append(f"__launch_bounds__({32 * WARPS}, 2)")
-    functions = HEADER + (IN_CLUSTERS if parts > 1 else ALONE)
-    if not told:
-        return functions
-    return f"{functions}\n#undef __global__\n#define __global__ __attribute__((global)) {' '.join(told)}\n"

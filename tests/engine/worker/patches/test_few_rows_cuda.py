@@ -129,30 +129,6 @@ def test_the_kernel_s_source_computes_products_of_all_forms(on_cpu, monkeypatch,
     assert few_rows_error(num_rows, size, 36, quantization) < 2e-2
 
 
-SHARED_COLUMNS = [
-    (40, 480, {"group_size": 32, "bits": 4}, 3),
-    (70, 1184, {"group_size": 32, "bits": 4}, 2),
-    (33, 320, {"group_size": 64, "bits": 8}, 4),
-]
-"""Rows, features, quantization, and the blocks that share them. In the first case one block has no features."""
-
-
-@pytest.mark.parametrize(
-    "case",
-    some_at_night(
-        SHARED_COLUMNS, SHARED_COLUMNS[:1], "the gate runs the case whose blocks have the most different parts"
-    ),
-)
-def test_blocks_of_a_cluster_share_the_columns_of_many_rows(on_cpu, monkeypatch, case):
-    num_rows, size, quantization, parts = case
-    asked, of_weights = [], many_rows.of_weights
-    monkeypatch.setattr(many_rows, "of_weights", lambda *form: asked.append(of_weights(*form)) or asked[-1])
-    monkeypatch.setattr(many_rows, "has_clusters", lambda: True)
-    monkeypatch.setattr(many_rows, "PARTS", (1, parts))
-    assert few_rows_error(num_rows, size, 36, quantization) < 2e-2
-    assert {one.parts for one in asked} == {2, parts}  # gate and up have two
-
-
 def test_the_kernel_for_many_rows_copies_arrays_at_any_place(on_cpu, monkeypatch):
     source, aligned = row_tiles_kernel.SOURCE, "const bool aligned = "
     assert source.count(aligned) == 1
@@ -160,12 +136,21 @@ def test_the_kernel_for_many_rows_copies_arrays_at_any_place(on_cpu, monkeypatch
     assert few_rows_error(40, 544, 36, {"group_size": 32, "bits": 4}) < 2e-2
 
 
-def test_blocks_that_share_columns_are_as_many_as_a_device_computes_at_once(monkeypatch):
-    monkeypatch.setattr(many_rows, "has_clusters", lambda: True)
-    parts = {outputs: many_rows.of_weights(4, outputs, False).parts for outputs in (256, 2560, 5120, 16384, 248320)}
-    assert parts == {256: 8, 2560: 4, 5120: 2, 16384: 1, 248320: 1}
-    monkeypatch.setattr(many_rows, "has_clusters", lambda: False)
-    assert many_rows.of_weights(4, 256, False).parts == many_rows.of_weights(4, 256, True).parts == 1
+def test_smaller_blocks_multiply_by_weights_of_few_outputs_and_of_a_gate():
+    def outputs_of_block(*form):
+        return many_rows.of_weights(4, *form).num_outputs
+
+    assert [outputs_of_block(num, False) for num in (36, 5120, 8448, 8449, 16384)] == [64, 64, 64, 128, 128]
+    assert outputs_of_block(34816, True) == 64
+
+
+@pytest.mark.parametrize("processors", [0, 132])
+def test_many_rows_are_multiplied_by_blocks_of_either_size(on_cpu, monkeypatch, processors):
+    asked, of_weights = [], many_rows.of_weights
+    monkeypatch.setattr(many_rows, "of_weights", lambda *form: asked.append(of_weights(*form)) or asked[-1])
+    monkeypatch.setattr(many_rows, "PROCESSORS", processors)
+    assert few_rows_error(40, 544, 36, {"group_size": 32, "bits": 4}) < 2e-2
+    assert {one.num_outputs for one in asked} == ({64} if processors else {64, 128})  # of a gate always 64
 
 
 def test_a_row_of_more_numbers_than_its_block_has_fetched_ahead_is_multiplied_by_all(on_cpu, monkeypatch):
