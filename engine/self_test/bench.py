@@ -170,5 +170,12 @@ class Bench:
 
 
 def changed(config: EngineConfig, **changes: Any) -> EngineConfig:
-    """Return a validated configuration with other fields."""
+    """Return a validated configuration with other fields.
+
+    Without drafts no head is named, and with fixed limits the last of several, which is the one that drafts.
+    """
+    if changes.get("mtp") == "off":
+        changes["mtp_head"] = None
+    elif "mtp" in changes and len(config.mtp_heads) > 1:
+        changes["mtp_head"] = config.mtp_heads[-1]
     return EngineConfig.model_validate(config.model_dump() | changes)

@@ -13,6 +13,7 @@ from engine.self_test.core_run import answer_of
 from engine.self_test.outcome import Outcome, Status, graded
 from engine.self_test.token_checks import one_row, with_drafts
 from engine.worker.devices import device_kind
+from engine.worker.language_model import NO_EXACT_VERIFIER
 
 
 @dataclass(frozen=True)
@@ -23,19 +24,22 @@ class Reference:
         requests: Greedy requests.
         answers: Their answers alone, by request id.
         rounding: How much rounding moves logprobs.
-        no_drafts: Why there is no MTP head, None if there is one.
+        no_exact_drafts: Why no drafts can be verified exactly, None if they can.
     """
 
     requests: Sequence[EngineRequest]
     answers: Mapping[str, Answer]
     rounding: Rounding
-    no_drafts: str | None
+    no_exact_drafts: str | None
 
     @classmethod
     def of(cls, bench: Bench) -> "Reference":
         """Return the first requests and their answers."""
         requests = bench.questions[:3]
-        return cls(requests, bench.alone(*requests), bench.rounding, bench.runner.no_drafts.get("mtp"))
+        reason = bench.runner.no_drafts.get("mtp")
+        if reason is None and NO_EXACT_VERIFIER in bench.runner.capabilities["mtp_exact"]:
+            reason = NO_EXACT_VERIFIER
+        return cls(requests, bench.alone(*requests), bench.rounding, reason)
 
 
 def async_engine(name: str, config: EngineConfig, make_runner: RunnerFactory, reference: Reference) -> Outcome:

@@ -129,8 +129,8 @@ class SelfTest:
     def _exact_drafts(self) -> Iterator[str]:
         """Load the model with exact verification of drafts, and compare."""
         reference = self._reference
-        if reference is None or reference.no_drafts is not None:
-            reason = "no answers to compare with" if reference is None else reference.no_drafts
+        if reference is None or reference.no_exact_drafts is not None:
+            reason = "no answers to compare with" if reference is None else reference.no_exact_drafts
             yield self._add(Outcome(EXACT_DRAFTS, Status.SKIP, str(reason)))
             return
         config = changed(self._config, mtp=DRAFTS, mtp_exact="on")

@@ -82,6 +82,10 @@ def config_of(language_model: Any) -> Any:
     return found or language_model.model.config
 
 
+NO_EXACT_VERIFIER = "no exact verifier"
+"""Of a model whose drafts can be verified only with the kernels for several tokens."""
+
+
 class LanguageModel:
     """Runs the module of the loaded model; has no weights and no state of its own.
 

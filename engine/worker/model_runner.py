@@ -51,7 +51,7 @@ from engine.worker.decode import JoiningRow
 from engine.worker.decode_batch import DecodeBatch
 from engine.worker.drafting import hidden_bytes, most_pending
 from engine.worker.fast_paths import FastPaths
-from engine.worker.language_model import LanguageModel
+from engine.worker.language_model import NO_EXACT_VERIFIER, LanguageModel
 from engine.worker.layer_kinds import appends, kind_of
 from engine.worker.log_odds import log_odds, unsupported_reason
 from engine.worker.mtp import MTP
@@ -428,7 +428,8 @@ def _check_reranker(model: loader.LoadedModel, language_model: LanguageModel) ->
 def _exactness(language_model: LanguageModel) -> str:
     """Return the configured mode of exact verification and its effect on this device, for the status page."""
     one, more = language_model.verifies_exactly(1), language_model.verifies_exactly(2)
-    return f"{language_model.exact}: {'always' if more else 'with one row' if one else 'never'}"
+    never = "never" if language_model.has_exact_verifier else NO_EXACT_VERIFIER
+    return f"{language_model.exact}: {'always' if more else 'with one row' if one else never}"
 
 
 def use_compiled(config: EngineConfig, paths: FastPaths) -> bool:

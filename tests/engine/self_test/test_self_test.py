@@ -12,11 +12,12 @@ import pytest
 from engine.config import EngineConfig
 from engine.core.row import Row
 from engine.self_test import machine
-from engine.self_test.bench import QUICK
+from engine.self_test.bench import DRAFTS, PLAIN, QUICK, changed
 from engine.self_test.outcome import Status
 from engine.self_test.self_test import SelfTest
 from engine.worker import loader
 from engine.worker.model_runner import MLXRunner
+from tests.support.heads import write_eagle3
 
 TINY = {"layers": 2, "interval": 2, "seed": 3}
 SHORT = replace(QUICK, answer_tokens=5, num_positions=2, speed_tokens=4)
@@ -55,6 +56,24 @@ def test_healthy_engine_passes_and_its_report_has_all_sections(tiny_model: Calla
     assert named >= {"orchard-mlx", "mlx", "ray", "python", "device", "chip", "dtype"}
     assert lines[-1].startswith("result: ") and "0 WARN, 0 FAIL" in lines[-1]
     assert str(Path.home()) not in done.stdout
+
+
+def test_engines_without_drafts_have_no_named_heads_and_those_with_limits_the_last_one():
+    for named, of_limits in (("a", "a"), (["own", "a"], "a"), (None, None)):
+        config = EngineConfig(model="demo", mtp_head=named)
+        assert changed(config, **PLAIN).mtp_head is None
+        assert changed(config, **{**PLAIN, "mtp": DRAFTS}).mtp_head == of_limits
+        assert changed(config, prompt_lookup=DRAFTS).mtp_head == config.mtp_head
+
+
+@pytest.mark.night("a second whole self-test; the gate runs one on a healthy engine")
+def test_healthy_engine_with_named_heads_passes(tiny_model: Callable[..., Path]):
+    model = tiny_model(**{**TINY, "layers": 4})
+    head = write_eagle3(model, for_sglang=False)
+    test = SelfTest(EngineConfig(model=str(model), device="cpu", mtp_head=["own", str(head)]), SHORT)
+    report = "\n".join(test.lines())
+    assert test.exit_status == 0, report
+    assert "drafts accepted" in report
 
 
 @pytest.mark.night("a second whole self-test; the gate runs one on a healthy engine")
