@@ -59,7 +59,7 @@ def test_healthy_engine_passes_and_its_report_has_all_sections(tiny_model: Calla
 
 
 def test_engines_without_drafts_have_no_named_heads_and_those_with_limits_the_last_one():
-    for named, of_limits in (("a", "a"), (["own", "a"], "a"), (None, None)):
+    for named, of_limits in (("a", "a"), (("own", "a"), "a"), (None, None)):
         config = EngineConfig(model="demo", mtp_head=named)
         assert changed(config, **PLAIN).mtp_head is None
         assert changed(config, **{**PLAIN, "mtp": DRAFTS}).mtp_head == of_limits
@@ -70,7 +70,7 @@ def test_engines_without_drafts_have_no_named_heads_and_those_with_limits_the_la
 def test_healthy_engine_with_named_heads_passes(tiny_model: Callable[..., Path]):
     model = tiny_model(**{**TINY, "layers": 4})
     head = write_eagle3(model, for_sglang=False)
-    test = SelfTest(EngineConfig(model=str(model), device="cpu", mtp_head=["own", str(head)]), SHORT)
+    test = SelfTest(EngineConfig(model=str(model), device="cpu", mtp_head=("own", str(head))), SHORT)
     report = "\n".join(test.lines())
     assert test.exit_status == 0, report
     assert "drafts accepted" in report
