@@ -52,7 +52,9 @@ from deployments.serve_run.head_secrets import (
     refuse_other_tls,
 )
 from deployments.serve_run.stop import say
+from engine.config import OWN_HEAD
 from engine.process_lock import LockHeld, ProcessLock
+from engine.processing.checkpoint import checkpoint_here, heads_beside
 
 LEFTOVER_S = 30.0
 """Time for the processes of an earlier start, which end by themselves, to do so."""
@@ -308,7 +310,7 @@ class Head:
         return {"mlx": float(self._config.args.engines_here()), **scorer}
 
     def _models(self) -> list[tuple[str, str | None]]:
-        return _models(self._config.args.resolved())
+        return models_of_a_node(self._config.args.resolved())
 
     def _facts(self) -> dict[str, Any]:
         facts = read_facts(self._models())
@@ -399,10 +401,16 @@ def _listed(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def _models(args: AppArgs) -> list[tuple[str, str | None]]:
-    """Return name and revision of each model that a node loads; the demo's draft belongs to Orchard's own files."""
+def models_of_a_node(args: AppArgs) -> list[tuple[str, str | None]]:
+    """Return name and revision of each model that a node loads; the demo's draft belongs to Orchard's own files.
+
+    A head beside the model is one of them, where it may be used.
+    """
     engine, scorer = args.engine, args.spec_prefill
     models = [(engine.model, engine.revision), *(one for one in engine.draft_checkpoints if one[0] != "demo")]
+    if engine.mtp != "off" and (engine.mtp_head is None or OWN_HEAD in engine.mtp_heads):
+        here = checkpoint_here(engine.model, engine.revision)
+        models += [(str(path), None) for path in (heads_beside(here) if here else ())]
     if scorer.enabled and scorer.draft_model not in (None, "demo"):
         models.append((scorer.draft_model, scorer.draft_revision))
     return models

@@ -26,6 +26,9 @@ WEIGHT_PATTERNS = ("*.safetensors",)
 CODE_KEYS = ("model_file", "auto_map")
 """Keys with which a checkpoint names its own Python code, which loading libraries would run (CVE-2026-5843)."""
 
+HEAD_SUFFIXES = ("-mtp", "-assistant")
+"""Suffixes of the name of a checkpoint's directory, of the directory beside it with its MTP head."""
+
 
 def resolve_checkpoint(model: str, revision: str | None, *, weights: bool) -> Path:
     """Return the directory with a model's files, downloading a hub repository if needed.
@@ -69,6 +72,12 @@ def checkpoint_here(model: str, revision: str | None) -> Path | None:
 def is_local(model: str) -> bool:
     """Return whether a model is no hub repository. Raises EngineFailed if it is nothing known either."""
     return model == SMOLLM2 or _local_directory(model) is not None
+
+
+def heads_beside(model_dir: Path) -> list[Path]:
+    """Return the directories beside a checkpoint's in which its MTP head is looked for, as far as there are any."""
+    named = (model_dir.parent / f"{model_dir.name}{suffix}" for suffix in HEAD_SUFFIXES)
+    return [path for path in named if path.is_dir()]
 
 
 def draft_of(draft_model: str | None) -> str:

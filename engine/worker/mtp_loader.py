@@ -15,7 +15,13 @@ import mlx.core as mx
 
 from engine.config import OWN_HEAD, DraftLimits, EngineConfig, MTPConfig
 from engine.errors import EngineFailed
-from engine.processing.checkpoint import read_config, read_optional_json, refuse_code, resolve_checkpoint
+from engine.processing.checkpoint import (
+    heads_beside,
+    read_config,
+    read_optional_json,
+    refuse_code,
+    resolve_checkpoint,
+)
 from engine.worker.heads.deepseek_v4 import DEEPSEEK_V4
 from engine.worker.heads.dflash import DFlashFormat
 from engine.worker.heads.eagle3 import Eagle3Format
@@ -47,8 +53,6 @@ OWN_FORMATS: dict[str, HeadFormat] = {"eagle3": Eagle3Format(), "dflash": DFlash
 that are in no FORMATS."""
 OTHER_FORM = "mtp"
 """Name of all other forms."""
-BESIDE = ("-mtp", "-assistant")
-"""Suffixes of a model directory's name under which its head is looked for."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +172,8 @@ def _search(mtp_head: str, model_dir: Path, model_config: dict[str, Any]) -> tup
     head_format = FORMATS[family]
     if head_format.is_in(model_dir):
         return model_dir, READY
-    beside = [model_dir.parent / f"{model_dir.name}{suffix}" for suffix in BESIDE]
     missing = f"no {head_format.tensors} tensors in {model_dir}"
-    if (sibling := next((one for one in beside if one.is_dir()), None)) is None:
+    if (sibling := next(iter(heads_beside(model_dir)), None)) is None:
         return None, missing
     found = read_optional_json(sibling / "config.json").get("model_type")
     if found not in head_format.split_types:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from deployments.args import AppArgs
 from deployments.cluster import ports
 from deployments.cluster.folder import ClusterFolder
 from deployments.cluster.headship import Headship, write_headship
@@ -16,7 +17,7 @@ from deployments.cluster.ray_node import contradiction_in
 from deployments.serve_run import head
 from deployments.serve_run.checks import CannotStart
 from deployments.serve_run.config_file import OrchardConfig, default_config
-from deployments.serve_run.head import Head, HeadOptions
+from deployments.serve_run.head import Head, HeadOptions, models_of_a_node
 
 LOOPBACK = HeadOptions(interface="127.0.0.1")
 VARIABLES = ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "RAY_REDIS_ADDRESS", "RAY_USE_TLS")
@@ -67,6 +68,22 @@ def test_a_head_makes_its_folder_and_says_how_to_join(folder: ClusterFolder):
     assert "orchard join 127.0.0.1 --token TOKEN" in made.describe()
     token = str(read_join_token(folder))
     assert token not in made.describe() and str(folder.join_token) in made.describe(), "no terminal reads it"
+
+
+def test_a_node_loads_the_head_beside_its_model_unless_it_drafts_with_others_or_not_at_all(tmp_path: Path):
+    model, beside = tmp_path / "model", tmp_path / "model-assistant"
+    model.mkdir()
+
+    def names(**engine: object) -> list[str]:
+        args = AppArgs.model_validate({"engine": {"model": str(model), **engine}, "spec_prefill": {"enabled": False}})
+        return [name for name, _ in models_of_a_node(args)]
+
+    assert names() == [str(model)]
+    beside.mkdir()
+    assert names() == names(mtp_head="own") == [str(model), str(beside)]
+    assert names(mtp_head="/else") == [str(model), "/else"]
+    assert names(mtp_head=["/else", "own"]) == [str(model), "/else", str(beside)]
+    assert names(mtp="off") == [str(model)]
 
 
 def test_one_process_is_the_head(folder: ClusterFolder):
