@@ -69,7 +69,7 @@ def of_experts(bits: int) -> Tiling:
     """Return the kernel for experts' weights of some bits: that of Hopper GPUs, on these and if it has their form.
 
     Weights that all rows are multiplied by have `row_tiles`: with 64 rows a step of 64 layers took 80 ms with Hopper's
-    kernel and 55 with that. Its blocks have 256 outputs, and 20 of them compute 5,120.
+    kernel and 55 with row tiles. Blocks of Hopper's kernel have 256 outputs, so that 20 of them compute 5,120.
     """
     if bits != WARPGROUP_BITS or not has_warpgroups():
         return row_tiles(bits)

@@ -10,7 +10,8 @@ WARPS, SPLIT = 8, 2
 ROW_TILES = 4
 """Row tiles of a block, of 16 rows each."""
 OUT_TILES, FEW_OUT_TILES = 4, 2
-"""Output tiles of a warp, of 8 outputs each, and as many of a smaller block, of which a processor has two."""
+"""Output tiles of a warp, of 8 outputs each, and those of a smaller block. With 4 bits a smaller block takes 80 KB, so
+that processors with 160 KB and more have two."""
 STAGES = 2
 """Number of steps whose rows and weights are in shared memory, or on their way. With 2 a block takes 96 KB, which all
 devices of compute capability 8 have; on an H200 3 stages were no faster."""
@@ -34,9 +35,7 @@ def shared_bytes(bits: int, out_tiles: int) -> int:
 
 def header(out_tiles: int) -> str:
     """Return the functions that the body calls, and what the compiler is told of a block's registers."""
-    if out_tiles > FEW_OUT_TILES:
-        return HEADER
-    return f"{HEADER}#undef __global__\n#define __global__ __attribute__((global)) __launch_bounds__({32 * WARPS}, 2)\n"
+    return HEADER if out_tiles > FEW_OUT_TILES else _HEADER_OF_SMALLER_BLOCKS
 
 
 SOURCE = """
@@ -228,3 +227,6 @@ template <int Groups>
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(Groups) : "memory"); }
 """
 """Functions of the device that the body calls."""
+_HEADER_OF_SMALLER_BLOCKS = f"""{HEADER}#undef __global__
+#define __global__ __attribute__((global)) __launch_bounds__({32 * WARPS}, 2)
+"""
