@@ -83,7 +83,8 @@ def config_of(language_model: Any) -> Any:
 
 
 NO_EXACT_VERIFIER = "no exact verifier"
-"""Of a model whose drafts can be verified only with the kernels for several tokens."""
+"""Why a model cannot have `mtp_exact: on`: drafts are verified by the kernels for several tokens, which round in
+another way than those for one."""
 
 
 class LanguageModel:

@@ -14,8 +14,9 @@ from engine.core.row import Row
 from engine.self_test import machine
 from engine.self_test.bench import DRAFTS, PLAIN, QUICK, changed
 from engine.self_test.outcome import Status
-from engine.self_test.self_test import SelfTest
+from engine.self_test.self_test import EXACT_DRAFTS, SelfTest
 from engine.worker import loader
+from engine.worker.language_model import NO_EXACT_VERIFIER
 from engine.worker.model_runner import MLXRunner
 from tests.support.heads import write_eagle3
 
@@ -73,7 +74,9 @@ def test_healthy_engine_with_named_heads_passes(tiny_model: Callable[..., Path])
     test = SelfTest(EngineConfig(model=str(model), device="cpu", mtp_head=("own", str(head))), SHORT)
     report = "\n".join(test.lines())
     assert test.exit_status == 0, report
-    assert "drafts accepted" in report
+    found = {outcome.name: outcome for outcome in test.outcomes}
+    assert found["drafts on = off"].status is Status.PASS, report
+    assert (found[EXACT_DRAFTS].status, found[EXACT_DRAFTS].value) == (Status.SKIP, NO_EXACT_VERIFIER), report
 
 
 @pytest.mark.night("a second whole self-test; the gate runs one on a healthy engine")
