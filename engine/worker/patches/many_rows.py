@@ -41,28 +41,21 @@ class Tiling(NamedTuple):
 def of_weights(bits: int, num_outputs: int, is_gated: bool) -> Tiling:
     """Return the kernel that multiplies all rows by weights of some bits, with so many outputs in all.
 
-    Smaller blocks compute few outputs, as otherwise many processors have none, and those of a gate
-    (tests/benchmarks/README.md). Clusters of blocks that share the columns are faster yet, but MLX 0.32.4 puts new
-    kernels into the graphs of old ones, and CUDA keeps the clusters of those (`subgraph_to_key` in
-    mlx/backend/cuda/device.cpp): results were wrong.
+    Small blocks compute outputs for which an H200 has enough of them at once: with larger ones many processors would
+    have none. Those of a gate have middle ones (tests/benchmarks/README.md). Clusters of blocks that share the columns
+    are faster yet, but MLX 0.32.4 puts new kernels into the graphs of old ones, and CUDA keeps the clusters of those
+    (`subgraph_to_key` in mlx/backend/cuda/device.cpp): results were wrong.
     """
-    small = row_tiles_kernel.FEW_OUT_TILES
-    if is_gated or num_outputs <= PROCESSORS * row_tiles_kernel.num_outputs(small):
+    small = row_tiles_kernel.SMALL
+    if num_outputs <= PROCESSORS * small.per_processor * small.num_outputs:
         return row_tiles(bits, small)
-    return row_tiles(bits)
+    return row_tiles(bits, row_tiles_kernel.MIDDLE if is_gated else row_tiles_kernel.LARGE)
 
 
-def row_tiles(bits: int, out_tiles: int = row_tiles_kernel.OUT_TILES) -> Tiling:
-    """Return the kernel for weights of some bits that all devices have, with so many output tiles of a warp."""
-    kernel = row_tiles_kernel
-    return Tiling(
-        "row_tiles",
-        kernel.header(out_tiles),
-        kernel.SOURCE,
-        kernel.constants(out_tiles),
-        kernel.num_outputs(out_tiles),
-        kernel.shared_bytes(bits, out_tiles),
-    )
+def row_tiles(bits: int, block: row_tiles_kernel.Block = row_tiles_kernel.LARGE) -> Tiling:
+    """Return the kernel for weights of some bits that all devices have, with blocks of one form."""
+    source, num_outputs = row_tiles_kernel.SOURCE, block.num_outputs
+    return Tiling("row_tiles", block.header, source, block.constants, num_outputs, block.shared_bytes(bits))
 
 
 def of_experts(bits: int) -> Tiling:

@@ -5,38 +5,57 @@ bytes of each output at once, and each weight is expanded by one warp, for all r
 warp reads the rows from the device's cache, which takes longer than reading weights from 33 rows on.
 """
 
-WARPS, SPLIT = 8, 2
-"""Warps of a block, and how many of them share the columns of the same outputs, on which a row's result depends."""
+from typing import NamedTuple
+
+SPLIT = 2
+"""How many warps of a block share the columns of the same outputs. A row's result depends on it."""
 ROW_TILES = 4
 """Row tiles of a block, of 16 rows each."""
-OUT_TILES, FEW_OUT_TILES = 4, 2
-"""Output tiles of a warp, of 8 outputs each, and those of a smaller block. With 4 bits a smaller block takes 80 KB, so
-that processors with 160 KB and more have two."""
 STAGES = 2
-"""Number of steps whose rows and weights are in shared memory, or on their way. With 2 a block takes 96 KB, which all
-devices of compute capability 8 have; on an H200 3 stages were no faster."""
+"""Number of steps whose rows and weights are in shared memory, or on their way. On an H200 3 stages were no faster."""
 
 
-def num_outputs(out_tiles: int) -> int:
-    """Return the outputs of a block, of gate and up together."""
-    return 8 * out_tiles * WARPS // SPLIT
+class Block(NamedTuple):
+    """The form of a block. A row's result does not depend on it.
+
+    Attributes:
+        warps: Its warps.
+        out_tiles: Output tiles of a warp, of 8 outputs each.
+        per_processor: How many blocks a multiprocessor has at once, if its registers and shared memory allow it.
+    """
+
+    warps: int
+    out_tiles: int
+    per_processor: int
+
+    @property
+    def num_outputs(self) -> int:
+        """Its outputs, of gate and up together."""
+        return 8 * self.out_tiles * self.warps // SPLIT
+
+    @property
+    def constants(self) -> tuple[tuple[str, int], ...]:
+        """The constants of the kernel beside RowTiles."""
+        return (("OutTiles", self.out_tiles), ("Warps", self.warps), ("Split", SPLIT), ("Stages", STAGES))
+
+    def shared_bytes(self, bits: int) -> int:
+        """Return the bytes of its shared memory: of rows and weights of so many bits, and then of sums."""
+        outputs = self.num_outputs
+        return max(STAGES * (16 * ROW_TILES * 2048 // bits + outputs * 128), 16 * ROW_TILES * outputs * SPLIT * 4)
+
+    @property
+    def header(self) -> str:
+        """The functions that the body calls, and a limit of registers, so that a multiprocessor has so many blocks."""
+        bounds = f"__launch_bounds__({32 * self.warps}, {self.per_processor})"
+        return f"{HEADER}#undef __global__\n#define __global__ __attribute__((global)) {bounds}\n"
 
 
-def constants(out_tiles: int) -> tuple[tuple[str, int], ...]:
-    """Return the constants of the kernel beside RowTiles."""
-    return (("OutTiles", out_tiles), ("Warps", WARPS), ("Split", SPLIT), ("Stages", STAGES))
-
-
-def shared_bytes(bits: int, out_tiles: int) -> int:
-    """Return the bytes of a block's shared memory: of rows and weights of so many bits, and then of sums."""
-    outputs = num_outputs(out_tiles)
-    return max(STAGES * (16 * ROW_TILES * 2048 // bits + outputs * 128), 16 * ROW_TILES * outputs * SPLIT * 4)
-
-
-def header(out_tiles: int) -> str:
-    """Return the functions that the body calls, and what the compiler is told of a block's registers."""
-    return HEADER if out_tiles > FEW_OUT_TILES else _HEADER_OF_SMALLER_BLOCKS
-
+LARGE = Block(warps=8, out_tiles=4, per_processor=1)
+"""With 4 bits it takes 96 KB, which all devices of compute capability 8 have."""
+MIDDLE = Block(warps=8, out_tiles=2, per_processor=2)
+"""With 4 bits it takes 80 KB."""
+SMALL = Block(warps=4, out_tiles=2, per_processor=3)
+"""With 4 bits it takes 72 KB."""
 
 SOURCE = """
     // Tiles of 16 outputs x 8 rows by mma.m16n8k16: a lane's numbers of a row are then neighbours in its registers. In
@@ -227,6 +246,3 @@ template <int Groups>
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(Groups) : "memory"); }
 """
 """Functions of the device that the body calls."""
-_HEADER_OF_SMALLER_BLOCKS = f"""{HEADER}#undef __global__
-#define __global__ __attribute__((global)) __launch_bounds__({32 * WARPS}, 2)
-"""

@@ -136,21 +136,21 @@ def test_the_kernel_for_many_rows_copies_arrays_at_any_place(on_cpu, monkeypatch
     assert few_rows_error(40, 544, 36, {"group_size": 32, "bits": 4}) < 2e-2
 
 
-def test_smaller_blocks_multiply_by_weights_of_few_outputs_and_of_a_gate():
+def test_the_number_of_outputs_chooses_the_blocks_that_multiply_many_rows():
     def outputs_of_block(*form):
         return many_rows.of_weights(4, *form).num_outputs
 
-    assert [outputs_of_block(num, False) for num in (36, 5120, 8448, 8449, 16384)] == [64, 64, 64, 128, 128]
-    assert outputs_of_block(34816, True) == 64
+    assert [outputs_of_block(num, False) for num in (36, 5120, 12672, 12673, 16384)] == [32, 32, 32, 128, 128]
+    assert [outputs_of_block(num, True) for num in (12672, 12673, 34816)] == [32, 64, 64]
 
 
 @pytest.mark.parametrize("processors", [0, 132])
-def test_many_rows_are_multiplied_by_blocks_of_either_size(on_cpu, monkeypatch, processors):
+def test_many_rows_are_multiplied_by_blocks_of_any_size(on_cpu, monkeypatch, processors):
     asked, of_weights = [], many_rows.of_weights
     monkeypatch.setattr(many_rows, "of_weights", lambda *form: asked.append(of_weights(*form)) or asked[-1])
     monkeypatch.setattr(many_rows, "PROCESSORS", processors)
     assert few_rows_error(40, 544, 36, {"group_size": 32, "bits": 4}) < 2e-2
-    assert {one.num_outputs for one in asked} == ({64} if processors else {64, 128})  # of a gate always 64
+    assert {one.num_outputs for one in asked} == ({32} if processors else {64, 128})
 
 
 def test_a_row_of_more_numbers_than_its_block_has_fetched_ahead_is_multiplied_by_all(on_cpu, monkeypatch):
