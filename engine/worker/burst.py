@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from engine.worker import run_ahead
 from engine.worker.burst_layer import BurstForward
 from engine.worker.drafting_models import DraftingModels
 from engine.worker.kv_cache import SequenceCache
@@ -143,13 +144,14 @@ class BurstPrefill:
         layers = self._layers([prompt.cache for prompt in prompts], lengths)
         complete = [i for i, prompt in enumerate(prompts) if prompt.done == len(prompt.token_ids)]
         logits = None
-        if complete:
-            rows, last = mx.array(complete, mx.int32), mx.array([lengths[i] - 1 for i in complete], mx.int32)
-            logits, hidden = self._language_model.extend_to_end(
-                token_ids, None, layers, positions, lambda hidden: hidden[rows, last][:, None]
-            )
-        else:
-            hidden = self._language_model.extend(token_ids, None, layers, positions, launch=False)
+        with run_ahead.of_several_prompts():
+            if complete:
+                rows, last = mx.array(complete, mx.int32), mx.array([lengths[i] - 1 for i in complete], mx.int32)
+                logits, hidden = self._language_model.extend_to_end(
+                    token_ids, None, layers, positions, lambda hidden: hidden[rows, last][:, None]
+                )
+            else:
+                hidden = self._language_model.extend(token_ids, None, layers, positions, launch=False)
         if self._heads is not None and (read := self._heads.read(hidden, token_ids)) is not None:
             self._prime(self._heads, prompts, starts, read)
             for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):

@@ -6,7 +6,8 @@ them weights that are expanded for a product. How much it was depended on how fa
 start could say what a chunk needs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +20,19 @@ LAYERS = 4
 
 MIN_TOKENS = 32
 """Decode steps and the verification of drafts have fewer tokens per row; they never wait."""
+
+_shares = False
+
+
+@contextmanager
+def of_several_prompts() -> Iterator[None]:
+    """Let forwards wait that have MIN_TOKENS only in all of their rows."""
+    global _shares
+    _shares = True
+    try:
+        yield
+    finally:
+        _shares = False
 
 
 class RunAhead:
@@ -38,7 +52,7 @@ class RunAhead:
 
     def enqueue(self, hidden: mx.array) -> None:
         """Begin to compute a layer's hidden states [B, L, hidden size], and wait for those LAYERS layers before."""
-        if hidden.shape[1] < MIN_TOKENS:
+        if (hidden.shape[0] * hidden.shape[1] if _shares else hidden.shape[1]) < MIN_TOKENS:
             return
         mx.async_eval(hidden)
         if self._computing is not None:

@@ -88,14 +88,17 @@ class MemoryCosts:
     def burst(self, num_rows: int, num_tokens: int, end: int) -> int:
         """Return the bytes of intermediate results of a forward of `num_rows` chunks, padded to `num_tokens` each.
 
-        One layer's keys, values and states exist once more for all rows.
+        What does not grow with a chunk, such as expanded weights, exists once; of each further row new states and logits
+        do, which a decode step has as well. One layer's keys, values and states exist once more for all rows.
 
         Args:
             num_rows: Chunks.
             num_tokens: Tokens of the longest chunk.
             end: Prompt tokens up to the end of the chunk, of the longest prompt.
         """
-        return num_rows * self.chunk(num_tokens, end) + 2 * self.layer(num_rows, self.slots(end))
+        further = min(self.chunk_bytes, self.state_bytes + self.row_step_bytes)
+        chunks = num_rows * (self.chunk(num_tokens, end) - self.chunk_bytes)
+        return self.chunk_bytes + (num_rows - 1) * further + chunks + 2 * self.layer(num_rows, self.slots(end))
 
     def image(self, num_patches: int) -> int:
         """Return the bytes of encoding one image."""

@@ -1,6 +1,7 @@
 """Which prompts share a forward, and that a forward which fails costs no request but the guilty one."""
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -198,19 +199,21 @@ def test_prompt_tokens_are_not_charged_twice_after_a_burst_that_fails():
 
 
 COSTS = MemoryCosts(
-    base_bytes=1000, token_bytes=10, state_bytes=100, slots_step=16, chunk_bytes=50, token_step_bytes=2.0
+    base_bytes=1000, token_bytes=10, state_bytes=100, slots_step=16, chunk_bytes=5000, token_step_bytes=2.0
 )
 
 
-def test_a_burst_reserves_the_intermediate_results_of_all_of_its_rows():
+def test_a_burst_reserves_the_states_of_all_of_its_rows_and_what_a_forward_needs_once():
     budget = MemoryBudget(MemoryNeeds(COSTS, 100_000, 64), EvictableBytes())
     rows = [Row(request(f"r{i}", seed=i)) for i in range(4)]
     for row in rows:
         assert budget.reserve([row]) == 0
     before = budget.reserved_bytes
     assert budget.reserve_burst(rows, 30, 30) == 0
-    expected = 4 * COSTS.chunk(30, 30) + 2 * COSTS.layer(4, 32)
+    expected = 5000 + 3 * 100 + 4 * 30 * 2 + 2 * COSTS.layer(4, 32)
     assert COSTS.burst(4, 30, 30) == expected and budget.reserved_bytes > before
+    small = replace(COSTS, chunk_bytes=40)  # each row has at most what a chunk alone has
+    assert small.burst(4, 30, 30) == 4 * small.chunk(30, 30) + 2 * small.layer(4, 32)
     assert budget.accounts.transient_bytes >= expected
     budget.release_chunk()
     assert budget.reserved_bytes == before

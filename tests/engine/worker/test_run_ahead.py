@@ -6,7 +6,7 @@ import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 import pytest
 
-from engine.worker.run_ahead import LAYERS, MIN_TOKENS, RunAhead
+from engine.worker.run_ahead import LAYERS, MIN_TOKENS, RunAhead, of_several_prompts
 
 NUM_LAYERS = 4 * LAYERS
 
@@ -62,6 +62,16 @@ def test_a_forward_waits_for_the_layers_before_those_that_were_enqueued_last(lay
 def test_a_decode_step_never_waits(layers, calls):
     RunAhead(layers)
     forward(layers, MIN_TOKENS - 1)
+    assert not calls
+
+
+def test_a_forward_of_several_short_prompts_waits_as_one_of_a_long_prompt_does(layers, calls):
+    RunAhead(layers)
+    with of_several_prompts():
+        forward(layers, MIN_TOKENS // 2)  # of two rows
+    assert [name for name, _ in calls].count("eval") == 2
+    calls.clear()
+    forward(layers, MIN_TOKENS // 2)
     assert not calls
 
 
