@@ -88,8 +88,8 @@ class MemoryCosts:
     def burst(self, num_rows: int, num_tokens: int, end: int) -> int:
         """Return the bytes of intermediate results of a forward of `num_rows` chunks, padded to `num_tokens` each.
 
-        What does not grow with a chunk, such as expanded weights, exists once; of each further row new states and logits
-        do, which a decode step has as well. One layer's keys, values and states exist once more for all rows.
+        What does not grow with a chunk, such as expanded weights, exists once; each further row has new states and
+        logits, as in a decode step. One layer's keys, values and states exist once more for all rows.
 
         Args:
             num_rows: Chunks.
