@@ -36,7 +36,7 @@ from engine.worker.drafter import DraftingModel
 from engine.worker.dropped_weights import check_dropped
 from engine.worker.family import bidirectional_reason, unknown_reason, unsupported_reason
 from engine.worker.language_model import LanguageModel
-from engine.worker.loaded_model import READY, LoadedModel, OpenedModel
+from engine.worker.loaded_model import READY, FoundProposer, LoadedModel, OpenedModel
 from engine.worker.patches import families, gated_delta_next, mamba2_rows, metal_on_cpu
 from engine.worker.patches.bare_names import bare_names
 from engine.worker.proposer import Target
@@ -194,24 +194,14 @@ def load(
 
         opened = opening(config)
         module, path, dtype = opened.module, opened.path, opened.dtype
-        found = {
-            name: proposers.kind_of(name, each).load(config, each, opened, open_model) if each.status == READY else each
-            for name, each in opened.proposers.items()
-        }
+        found = with_modules(config, opened)
         drafting = proposers.loaded_proposers(found)
         num_bytes = _read_weights([module, *(one.module for one in drafting)], report)
     module.eval()
     if hasattr(module, "language_model"):
         run_ahead.limit(module.language_model)
-    if drafting:
-        for one in drafting:
-            one.kind.check(one.module, opened.config)
-        sizes = opened.vocab_size, num_embeddings(opened.config)
-        check_kv_bits(
-            config.kv_cache.bits,
-            module,
-            lambda model: [one.drafting_model(Target(model, *sizes)) for one in drafting],
-        )
+    for one in drafting:
+        one.kind.check(one.module, opened.config)
     log.info("loaded %s: %.1f MB of weights, %s, on %s", path, num_bytes / 1e6, dtype, mx.default_device())
     log.info("quantized weights: %s", opened.expansion.text)
     for name, each in found.items():
@@ -234,6 +224,26 @@ def load(
             [path, *(one.path for one in found.values() if one.path is not None)], *_facts(config, opened)
         ),
     )
+
+
+def with_modules(config: EngineConfig, opened: OpenedModel) -> dict[str, FoundProposer]:
+    """Return the proposers of an opened model, those that draft with their modules, whose weights are lazy.
+
+    Raises:
+        EngineFailed: One cannot be loaded, does not fit the model, or cannot store its cache with `kv_cache.bits`.
+    """
+    found = {
+        name: proposers.kind_of(name, each).load(config, each, opened, open_model) if each.status == READY else each
+        for name, each in opened.proposers.items()
+    }
+    if drafting := proposers.loaded_proposers(found):
+        sizes = opened.vocab_size, num_embeddings(opened.config)
+        check_kv_bits(
+            config.kv_cache.bits,
+            opened.module,
+            lambda model: [one.drafting_model(Target(model, *sizes)) for one in drafting],
+        )
+    return found
 
 
 def _facts(config: EngineConfig, opened: OpenedModel) -> tuple[str, ...]:

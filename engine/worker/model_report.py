@@ -5,7 +5,7 @@ No weight is read: sizes come from the files' headers and from a forward that is
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -20,6 +20,7 @@ from engine.processing.checkpoint import (
     draft_of,
     images_unsupported_reason,
     is_local,
+    num_embeddings,
     resolve_checkpoint,
     videos_unsupported_reason,
 )
@@ -30,7 +31,7 @@ from engine.processing.pooling import EmbeddingModel, choose_pooling
 from engine.processing.reranker import Reranker
 from engine.processing.tokenizer_match import why_different
 from engine.processing.vision_families import whole_prompts
-from engine.worker import loader, memory, mtp_loader
+from engine.worker import loader, memory, proposers
 from engine.worker.encoder_loader import NO_TEXT, open_encoder
 from engine.worker.fast_paths import FastPaths
 from engine.worker.kv_layer import SLOTS_STEP
@@ -38,6 +39,7 @@ from engine.worker.language_model import LanguageModel
 from engine.worker.layer_kinds import appends, kind_of
 from engine.worker.mtp import MTP
 from engine.worker.prompt_lookup import PromptLookup
+from engine.worker.proposer import Target
 from engine.worker.window_layer import ring_bytes, slot_bytes
 
 CONTEXTS = (8192, 32768, 131072)
@@ -59,10 +61,9 @@ class RowBytes:
     """Keys and values of the largest layer as computed, which a step dequantizes; 0 if they are stored so."""
 
     @classmethod
-    def of(cls, language_model: LanguageModel) -> "RowBytes":
-        """Read the sizes off the caches after one token, whose forward is not computed."""
-        cache = language_model.make_cache()
-        language_model.extend(mx.zeros((1, 1), mx.int32), None, cache, np.zeros((3, 1, 1), np.int32), launch=False)
+    def of(cls, language_model: LanguageModel, drafting: Sequence[Any] = ()) -> "RowBytes":
+        """Read the sizes off caches. drafting: the layers of the caches of models that draft, with arrays."""
+        cache = [*_described_cache(language_model), *drafting]
         windows = [layer for layer in cache if kind_of(layer).window(layer)]
         attention = [layer for layer in cache if appends(layer)]
         states = [layer for layer in cache if not appends(layer) and not kind_of(layer).window(layer)]
@@ -113,7 +114,14 @@ def report(config: EngineConfig, draft: str | None = None) -> Iterator[str]:
     if draft is not None:
         yield f"draft model      {draft}: {_draft_reason(opened.path, draft) or 'has the same tokenizer'}"
     yield from _without_text(opened, language_model)
-    yield from _memory(config, opened, RowBytes.of(language_model))
+    yield from _memory(config, opened)
+
+
+def _described_cache(language_model: LanguageModel) -> list[Any]:
+    """Return a cache after one token, whose forward is not computed."""
+    cache = language_model.make_cache()
+    language_model.extend(mx.zeros((1, 1), mx.int32), None, cache, np.zeros((3, 1, 1), np.int32), launch=False)
+    return cache
 
 
 def _heads(opened: loader.OpenedModel) -> str:
@@ -191,20 +199,31 @@ def check_each(models: Iterable[str]) -> Iterator[dict[str, Any]]:
         yield {"model": model, "reason": reason, "lines": lines}
 
 
-def _memory(config: EngineConfig, opened: loader.OpenedModel, row: RowBytes) -> Iterator[str]:
-    modules: list[Any] = [opened.module]
-    for head_dir in (one.path for one in opened.proposers.values() if one.kind == MTP.name and one.path is not None):
-        modules.append(mtp_loader.load_head(head_dir, opened.config, opened.module.language_model))
-    weights = sum(map(_num_bytes, modules))
+def _memory(config: EngineConfig, opened: loader.OpenedModel) -> Iterator[str]:
+    """Yield what the weights and a row take, with those of the models that draft, and the longest row that fits."""
+    drafting = proposers.loaded_proposers(loader.with_modules(config, opened))
+    weights = sum(map(_num_bytes, [opened.module, *(one.module for one in drafting)]))
     yield from _weights(config, opened, weights)
-    most = opened.max_context_tokens
+    most, row = opened.max_context_tokens, _row_bytes(opened, config.kv_cache.bits, drafting)
     for length in [*(length for length in CONTEXTS if length < most), most]:
         yield f"row              {_gb(row.row(length))} for {length} tokens"
     left = _left_beside(config, weights, opened.dtype)
     longest = min(row.longest(left), most)
     yield f"longest context  {longest} tokens fit beside the weights, before the intermediate results of a step"
     for bits in get_args(KVBits):
-        yield f"kv_cache.bits    {bits}: {_with_bits(opened, bits, left)}"
+        yield f"kv_cache.bits    {bits}: {_with_bits(opened, bits, drafting, left)}"
+
+
+def _row_bytes(opened: loader.OpenedModel, bits: int, drafting: Sequence[proposers.LoadedProposer]) -> RowBytes:
+    """Return the memory of a row. Raises ValueError if keys and values cannot be stored with so many bits."""
+    language_model = LanguageModel(opened.module.language_model, kv_bits=bits)
+    target, layers = Target(language_model, opened.vocab_size, num_embeddings(opened.config)), list[Any]()
+    for one in drafting:
+        if hasattr(one.module, "language_model"):  # a draft model
+            layers += _described_cache(LanguageModel(one.module.language_model))
+        else:
+            layers += one.drafting_model(target).make_cache()
+    return RowBytes.of(language_model, layers)
 
 
 def _num_bytes(module: Any) -> int:
@@ -239,10 +258,12 @@ def _left_beside(config: EngineConfig, weights: int, where: str) -> int:
     return left
 
 
-def _with_bits(opened: loader.OpenedModel, bits: int, num_bytes: int) -> str:
+def _with_bits(
+    opened: loader.OpenedModel, bits: int, drafting: Sequence[proposers.LoadedProposer], num_bytes: int
+) -> str:
     """Return what a row takes with so many bits per key and value, and the longest that fits, or why it is refused."""
     try:
-        row = RowBytes.of(LanguageModel(opened.module.language_model, kv_bits=bits))
+        row = _row_bytes(opened, bits, drafting)
     except ValueError as error:
         return f"no, {error}"
     return f"{row.per_token} bytes per token, memory for {row.longest(num_bytes)} tokens beside the weights"

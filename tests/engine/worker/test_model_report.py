@@ -2,6 +2,9 @@
 
 import json
 import shutil
+from collections import deque
+from pathlib import Path
+from typing import Any
 
 import engine.worker  # noqa: F401  # before MLX
 
@@ -18,8 +21,10 @@ from engine.protocol import EngineRequest, SamplingParams
 from engine.worker import loader, memory
 from engine.worker.language_model import LanguageModel
 from engine.worker.model_report import RowBytes, check_before_start, check_each, report
+from engine.worker.model_runner import load_runner
 from tests.support.cold_runner import load_cold
 from tests.support.families import FAMILIES
+from tests.support.heads import write_eagle3, write_head
 from tests.support.zoo import make
 
 NUM_TOKENS = 300
@@ -39,6 +44,47 @@ def test_predicted_row_bytes_are_those_that_a_row_takes(family, tmp_path):
     predicted = RowBytes.of(LanguageModel(runner._model.module.language_model))
     assert predicted.row(NUM_TOKENS) == runner.memory()["decode_cache_bytes"]
     runner.drop(["row"])
+
+
+def glm_with_heads(path: Path) -> dict[str, Any]:
+    make(path, FAMILIES["glm4_moe"])
+    eagle3 = write_eagle3(path, for_sglang=True, draft_vocab_size=300)
+    return {"model": str(path), "mtp_head": [str(write_head(path)), str(eagle3)]}
+
+
+def gemma_with_assistant(path: Path) -> dict[str, Any]:
+    make(path, FAMILIES["gemma4_text"])
+    return {"model": str(path), "mtp_head": str(write_head(path))}
+
+
+def demo_with_draft_model(path: Path) -> dict[str, Any]:
+    return {"draft_model": {"model": str(DEMO_MODEL / "draft"), "limits": "auto"}}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lambda path: {},
+        demo_with_draft_model,
+        pytest.param(glm_with_heads, marks=pytest.mark.night("the gate reports on a head and a draft model")),
+        pytest.param(gemma_with_assistant, marks=pytest.mark.night("the gate reports on a head and a draft model")),
+    ],
+    ids=["head", "draft model", "heads", "assistant"],
+)
+def test_weights_and_rows_are_told_with_those_of_models_that_draft(tmp_path, monkeypatch, config):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    given = EngineConfig.model_validate({"device": "cpu", **config(tmp_path / "model")})
+    told = [line.split(maxsplit=1) for line in report(given)]
+    loaded = loader.load(given, lambda progress: None)
+    weights = next(text for label, text in told if label == "weights")
+    assert weights == f"{loaded.num_weight_bytes / 2**30:.3f} GiB"
+    runner = load_runner(given, lambda progress: None)
+    assert runner.drafts
+    row = next(text for label, text in told if label == "row")
+    length = int(row.split()[-2])
+    assert row.startswith(f"{runner.costs.prompt(length) / 2**30:.3f} GiB for ")
+    per_token = next(int(text.split()[1]) for label, text in told if label == "kv_cache.bits")
+    assert per_token == runner.costs.token_bytes
 
 
 def test_the_longest_context_is_the_longest_row_that_fits():
@@ -63,7 +109,7 @@ def test_bytes_and_longest_context_are_told_for_each_number_of_bits_or_why_it_is
     demo = told("demo")
     longest = [int(line.split()[-5]) for line in demo]
     starts = [line.split(", ")[0] for line in demo]
-    assert starts == ["16: 2048 bytes per token", "8: 576 bytes per token", "4: 320 bytes per token"]
+    assert starts == ["16: 3072 bytes per token", "8: 864 bytes per token", "4: 480 bytes per token"]  # with the head
     assert longest == sorted(longest) and longest[2] > 1.5 * longest[0]
     refused = told(make(tmp_path / "model", FAMILIES["qwen3"]))
     assert refused[1] == "8: no, layer 0 has keys or values of 16 dimensions per head, expected a multiple of 64 or 32"
@@ -72,6 +118,8 @@ def test_bytes_and_longest_context_are_told_for_each_number_of_bits_or_why_it_is
 def test_weights_are_not_read(tmp_path):
     path = make(tmp_path / "model", FAMILIES["qwen3"])
     before = mx.get_active_memory()
+    deque(report(EngineConfig.model_validate({"device": "cpu", **demo_with_draft_model(tmp_path)})), maxlen=0)
+    lines("demo")
     told = lines(str(path))
     assert mx.get_active_memory() - before < 2**16
     assert told["weights"].endswith("GiB") and told["MTP"].startswith("head")
@@ -79,7 +127,7 @@ def test_weights_are_not_read(tmp_path):
 
 def test_a_model_that_does_not_fit_is_an_error_with_both_sizes(monkeypatch):
     monkeypatch.setattr(memory, "default_limit_bytes", lambda: 2**20)
-    with pytest.raises(EngineFailed, match=r"the weights of demo take 0.037 GiB .* the limit here is 0.001 GiB"):
+    with pytest.raises(EngineFailed, match=r"the weights of demo take 0.039 GiB .* the limit here is 0.001 GiB"):
         lines("demo")
 
 
@@ -108,7 +156,7 @@ def test_weights_beyond_the_limit_of_memory_are_refused_before_the_start():
             check_before_start(EngineConfig(device="cpu", memory=MemoryConfig.model_validate(limits)))
         return str(error.value)
 
-    assert "the weights of demo take 0.037 GiB in float32; the limit here is 0.030 GiB (memory.limit_gb)" in told(
+    assert "the weights of demo take 0.039 GiB in float32; the limit here is 0.030 GiB (memory.limit_gb)" in told(
         limit_gb=0.03
     )
     assert "of which 0.080 GiB stay free (memory.headroom_gb). Use a smaller" in told(limit_gb=0.1, headroom_gb=0.08)
