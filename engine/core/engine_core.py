@@ -162,7 +162,7 @@ class EngineCore:
         """Decode once for all rows, then prefill chunks of prompts. Tokens are published as soon as they are known."""
         num_before = self.stats.num_prompt_tokens + self.stats.num_output_tokens
         self._release(self.scheduler.take_released())  # before their memory is reserved for others
-        self.budget.observe(self.runner.active_bytes, self.runner.settled_bytes)
+        self.budget.observe(self.runner.active_bytes, self._settled_bytes)
         drafts = self._speculation.choose(self.scheduler.num_decoding)
         self._release(self.scheduler.schedule(drafts))
         in_flight_s = 0.0
@@ -199,6 +199,17 @@ class EngineCore:
     def free_evictable(self) -> None:
         """Evict all evictable memory, because the machine is short of memory."""
         self._evictable.evict_all()
+
+    def _settled_bytes(self) -> int:
+        """Return the bytes in use when the device has finished, or those in use now if that fails.
+
+        The rows of a step in flight that has failed learn of it where its tokens are read.
+        """
+        try:
+            return self.runner.settled_bytes()
+        except Exception:
+            log.exception("waiting for the device failed")
+            return self.runner.active_bytes
 
     def _read_figures(self) -> None:
         """Refresh the status figures: periodically while busy, and once before the thread sleeps."""

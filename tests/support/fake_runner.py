@@ -176,6 +176,8 @@ class FakeRunner:
 
     def settled_bytes(self) -> int:
         """Nothing is freed late."""
+        if "settled_bytes" in self.broken:
+            raise RuntimeError("the step in flight has failed")
         return self.active_bytes
 
     def decode(self, drafts: Drafts = PLAIN) -> Mapping[str, RowOutput]:

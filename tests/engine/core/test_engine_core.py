@@ -218,6 +218,13 @@ def test_unreadable_memory_figures_end_no_request(broken):
     assert driver.run({0: [request_of("a")]}) == {"a": answer(request_of("a"))}
 
 
+def test_a_device_that_cannot_be_waited_for_does_not_end_the_engine(broken):
+    runner, driver = broken
+    runner.broken, runner.active_bytes = {"settled_bytes"}, 2**20
+    assert driver.run({0: [request_of("a")]}) == {"a": answer(request_of("a"))}
+    assert driver.core.budget.num_underestimates == 1
+
+
 def test_a_request_with_more_images_than_placeholders_fails_alone_and_not_as_a_failed_step(
     drive, make_request, picture
 ):
