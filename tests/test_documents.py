@@ -65,6 +65,6 @@ def test_classes_named_in_the_documents_exist():
 
 
 def test_the_table_of_images_is_that_of_the_families_and_the_zoo_has_them_all():
-    assert images_table() in (ROOT / "engine/README.md").read_text(), f"put this there:\n{images_table()}"
+    assert images_table() in (ROOT / "engine/IMAGES.md").read_text(), f"put this there:\n{images_table()}"
     supported = {model_type for family in FAMILIES for model_type in family.model_types}
     assert supported - set(SIGHTED) == {"qwen3_5"}, "the demo model is of this family"

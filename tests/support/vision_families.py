@@ -362,7 +362,7 @@ IN_WORDS: dict[str, tuple[str, str, str]] = {
 
 
 def images_table() -> str:
-    """Return the table of engine/README.md: the models whose images are supported."""
+    """Return the table of engine/IMAGES.md: the models whose images are supported."""
     lines = ["| models | image | rope positions | in the prompt |", "|---|---|---|---|"]
     for family in FAMILIES:
         models = ", ".join(f"`{model_type}`" for model_type in sorted(family.model_types))
