@@ -17,12 +17,12 @@ from engine.processing.checkpoint import resolve_checkpoint
 from engine.processing.tokenizer_match import why_different
 from engine.spec_prefill_config import MIN_KEEP, SpecPrefillConfig
 from engine.worker.spec_prefill.draft import draft_engine_config
-from engine.worker.spec_prefill.scorer import Publish, Scorer, ScoreResult, load_scorer
+from engine.worker.spec_prefill.scorer import PublishScore, Scorer, ScoreResult, load_scorer
 
 STEP_TIMEOUT_S = 120.0
 """Seconds of a step after which the scorer is unhealthy."""
 
-ScorerFactory = Callable[[SpecPrefillConfig, EngineConfig, Publish], Scorer]
+ScorerFactory = Callable[[SpecPrefillConfig, EngineConfig, PublishScore], Scorer]
 """Creates the scorer on the device thread; the second argument configures how the draft is loaded."""
 
 

@@ -36,14 +36,14 @@ CLOSE_TIMEOUT_S = 10.0
 engine may be unreachable."""
 
 
-class Message(Protocol):
+class StreamMessage(Protocol):
     """An item of an engine's call."""
 
     @property
     def is_heartbeat(self) -> bool: ...
 
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=StreamMessage)
 
 
 class ChunkReader(Generic[M]):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-Render = Callable[..., str | None]
+RenderTemplate = Callable[..., str | None]
 Encode = Callable[[str], tuple[int, ...]]
 
 MARKERS = (
@@ -69,7 +69,7 @@ class ReasoningFormat:
         return {} if self.switch is None else {self.switch: is_on}
 
 
-def find_reasoning_format(render: Render, encode: Encode) -> ReasoningFormat | None:
+def find_reasoning_format(render: RenderTemplate, encode: Encode) -> ReasoningFormat | None:
     """Detect the markup of thoughts; return None if the template does not support thinking.
 
     Args:
@@ -112,7 +112,7 @@ def find_reasoning_format(render: Render, encode: Encode) -> ReasoningFormat | N
     return None
 
 
-def _harmony(render: Render, encode: Encode, takes_effort: bool) -> ReasoningFormat:
+def _harmony(render: RenderTemplate, encode: Encode, takes_effort: bool) -> ReasoningFormat:
     start, end = "<|channel|>analysis<|message|>", "<|end|>"
     [end_id] = encode(end)
     key, _ = _rendered_thought(render)
@@ -131,12 +131,12 @@ def _harmony(render: Render, encode: Encode, takes_effort: bool) -> ReasoningFor
     )
 
 
-def _takes_effort(render: Render) -> bool:
+def _takes_effort(render: RenderTemplate) -> bool:
     low, high = (render([ASKED], add_generation_prompt=True, reasoning_effort=effort) for effort in ("low", "high"))
     return low != high
 
 
-def _rendered_thought(render: Render) -> tuple[str | None, str]:
+def _rendered_thought(render: RenderTemplate) -> tuple[str | None, str]:
     """Return the key of a thought in a message, and the rendered conversation; (None, '') if thoughts are dropped."""
     for key in HISTORY_KEYS:
         text = render([ASKED, {"role": "assistant", "content": "Cprobe", key: "Rprobe"}]) or ""

@@ -15,7 +15,7 @@ from engine.protocol import MAX_TOP_LOGPROBS, EngineRequest, ImagePatches, Progr
 from engine.self_test.agreement import UNIT_ROUNDOFF, Answer, Rounding, size_of_logits, spread
 from engine.self_test.core_run import CoreRun
 from engine.self_test.outcome import NotApplicable
-from engine.self_test.prompts import IMAGE_QUESTION, QUESTIONS, SYSTEM, TURNS, Message, Prompts
+from engine.self_test.prompts import IMAGE_QUESTION, QUESTIONS, SYSTEM, TURNS, Prompts, SelfTestMessage
 from engine.worker import device_facts
 
 DRAFTS = {"max_draft_tokens": 3, "max_rows": 8}
@@ -87,7 +87,7 @@ class Bench:
     @cached_property
     def questions(self) -> tuple[EngineRequest, ...]:
         """Short greedy requests, and one with a long prompt."""
-        asked = [Message("user", question) for question in QUESTIONS]
+        asked = [SelfTestMessage("user", question) for question in QUESTIONS]
         short = [self.request(f"question {i + 1}", self.prompts.chat([one])) for i, one in enumerate(asked)]
         ids = np.concatenate([self.prompts.long(self.scale.long_tokens), short[0].token_ids])
         return *short, replace(short[0], request_id="long prompt", token_ids=ids, boundaries=())
@@ -104,7 +104,7 @@ class Bench:
     def image_request(self) -> EngineRequest:
         """A question about a blue circle. Raises NotApplicable if the model sees no images."""
         image = self.prompts.image()
-        return self.request("image", self.prompts.chat([Message("user", IMAGE_QUESTION)], [image]), (image,))
+        return self.request("image", self.prompts.chat([SelfTestMessage("user", IMAGE_QUESTION)], [image]), (image,))
 
     @cached_property
     def first_turn(self) -> EngineRequest:
@@ -113,11 +113,11 @@ class Bench:
 
     def second_turn(self, answer: Answer) -> EngineRequest:
         """Return the turn after the first one's answer."""
-        said = Message("assistant", self.prompts.text_of(answer.token_ids), answer.token_ids)
-        return self.request("second turn", self.prompts.chat([*self._turn(0), said, Message("user", TURNS[1])]))
+        said = SelfTestMessage("assistant", self.prompts.text_of(answer.token_ids), answer.token_ids)
+        return self.request("second turn", self.prompts.chat([*self._turn(0), said, SelfTestMessage("user", TURNS[1])]))
 
-    def _turn(self, number: int) -> list[Message]:
-        return [Message("system", SYSTEM), Message("user", TURNS[number])]
+    def _turn(self, number: int) -> list[SelfTestMessage]:
+        return [SelfTestMessage("system", SYSTEM), SelfTestMessage("user", TURNS[number])]
 
     def require_prefixes(self) -> None:
         """Raise NotApplicable if no prefix of a prompt has a state of its own that could be cached."""

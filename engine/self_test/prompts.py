@@ -34,7 +34,7 @@ RANDOM_TOKENS = 24
 
 
 @dataclass(frozen=True)
-class Message:
+class SelfTestMessage:
     """One message of a chat.
 
     Attributes:
@@ -53,7 +53,7 @@ class Prompts(Protocol):
 
     stop_token_ids: tuple[int, ...]
 
-    def chat(self, messages: Sequence[Message], images: Sequence[ImagePatches] = ()) -> ChatPrompt:
+    def chat(self, messages: Sequence[SelfTestMessage], images: Sequence[ImagePatches] = ()) -> ChatPrompt:
         """Return a prompt; the images belong to the first message of the user."""
         ...
 
@@ -86,7 +86,7 @@ class ChatPrompts:
         self._tokenizer = ChatTokenizer(model_dir)
         self.stop_token_ids = self._tokenizer.stop_token_ids
 
-    def chat(self, messages: Sequence[Message], images: Sequence[ImagePatches] = ()) -> ChatPrompt:
+    def chat(self, messages: Sequence[SelfTestMessage], images: Sequence[ImagePatches] = ()) -> ChatPrompt:
         sent: list[dict[str, Any]] = [{"role": one.role, "content": one.text} for one in messages]
         if images:
             asked = next(one for one in sent if one["role"] == "user")
@@ -118,7 +118,7 @@ class RandomPrompts:
     def __init__(self, vocab_size: int):
         self._vocab_size = vocab_size
 
-    def chat(self, messages: Sequence[Message], images: Sequence[ImagePatches] = ()) -> ChatPrompt:
+    def chat(self, messages: Sequence[SelfTestMessage], images: Sequence[ImagePatches] = ()) -> ChatPrompt:
         assert not images, "a checkpoint without a tokenizer takes no images"
         parts = [self._drawn(one.text, RANDOM_TOKENS) if one.token_ids is None else one.token_ids for one in messages]
         ends = np.cumsum([len(part) for part in parts])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
-from engine.worker import mtp_loader
+from engine.worker import head_loader
 from engine.worker.drafter import DraftingModel
 from engine.worker.drafting_head import DraftingHead
 from engine.worker.layer_outputs import ModuleOutputs
@@ -42,12 +42,12 @@ class MTP(ModelProposer):
         return tuple(name for name, is_given in given.items() if is_given)
 
     def unsupported_reason(self, family: str, no_rewind: str | None) -> str | None:
-        return mtp_loader.family_unsupported_reason(family)
+        return head_loader.family_unsupported_reason(family)
 
     def find_all(self, config: EngineConfig, model_dir: Path, model_config: dict[str, Any]) -> dict[str, FoundProposer]:
         """Find each head; the first has the kind's own name, whatever its form, the others are named by their form."""
         found = dict[str, FoundProposer]()
-        for head in mtp_loader.find_heads(config, model_dir, model_config):
+        for head in head_loader.find_heads(config, model_dir, model_config):
             same = sum(name.split("-")[0] == head.form for name in found)
             name = self.name if not found else f"{head.form}-{same + 1}" if same else head.form
             found[name] = FoundProposer(head.status, head.path, text=head.text)
@@ -62,8 +62,8 @@ class MTP(ModelProposer):
     ) -> FoundProposer:
         """Load the head in the dtype that the target computes in; a quantized one by the rule for quantized models."""
         assert found.path is not None
-        head: Any = mtp_loader.load_head(found.path, target.config, target.module.language_model)
-        mtp_loader.check_limits(head, config.mtp)
+        head: Any = head_loader.load_head(found.path, target.config, target.module.language_model)
+        head_loader.check_limits(head, config.mtp)
         quantized = is_quantized(head)
         cast(head, choose_dtype(config.dtype, {"quantization": {}}) if quantized else DTYPES[target.dtype])
         if quantized:
@@ -71,7 +71,7 @@ class MTP(ModelProposer):
         return replace(found, module=head)
 
     def check(self, module: Any, model_config: dict[str, Any]) -> None:
-        mtp_loader.check_values(module, model_config)
+        head_loader.check_values(module, model_config)
 
     def layer_outputs(self, module: Any) -> ModuleOutputs | None:
         return module.layer_outputs

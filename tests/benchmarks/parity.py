@@ -52,7 +52,7 @@ from engine.self_test.agreement import (
 from engine.self_test.bench import PLAIN, SHORTENED_PRODUCTS, SHORTENED_UNIT, changed
 from engine.self_test.core_run import CoreRun
 from engine.self_test.outcome import Status
-from engine.self_test.prompts import IMAGE_QUESTION, QUESTIONS, Message, prompts_of
+from engine.self_test.prompts import IMAGE_QUESTION, QUESTIONS, SelfTestMessage, prompts_of
 from engine.worker import device_facts, loader
 from engine.worker.model_runner import load_runner
 from engine.worker.patches import embedding_scale, gemma2_masks, mistral_scale
@@ -198,7 +198,7 @@ def checkpoint_requests(config: EngineConfig, images: Sequence[Path], max_tokens
     model_dir = resolve_checkpoint(config.model, config.revision, weights=True)
     prompts = prompts_of(model_dir)
     stops = prompts.stop_token_ids
-    asked = [(text[:24], prompts.chat([Message("user", text)]).token_ids) for text in QUESTIONS]
+    asked = [(text[:24], prompts.chat([SelfTestMessage("user", text)]).token_ids) for text in QUESTIONS]
     asked += [("long prompt", np.concatenate([prompts.long(LONG_TOKENS), asked[0][1]]))]
     requests = [greedy(name, ids, max_tokens, stops) for name, ids in asked]
     sees_images = "image" in media_kinds(model_dir, read_config(model_dir))
@@ -206,7 +206,7 @@ def checkpoint_requests(config: EngineConfig, images: Sequence[Path], max_tokens
     for path in images:
         shown[path.name] = ImagePreprocessor(model_dir).read(path.read_bytes(), MediaConfig().max_pixels)
     for name, image in shown.items():
-        ids = prompts.chat([Message("user", IMAGE_QUESTION)], [image]).token_ids
+        ids = prompts.chat([SelfTestMessage("user", IMAGE_QUESTION)], [image]).token_ids
         requests.append(replace(greedy(name, ids, max_tokens, stops), images=(image,)))
     return requests
 

@@ -30,7 +30,7 @@ from engine.protocol import Boundary, EngineRequest, SamplingParams
 from engine.spec_prefill_config import SpecPrefillConfig
 from engine.worker.model_runner import MLXRunner, load_runner
 from engine.worker.spec_prefill.draft import Draft
-from engine.worker.spec_prefill.scorer import Publish, Scorer, load_scorer
+from engine.worker.spec_prefill.scorer import PublishScore, Scorer, load_scorer
 from tests.benchmarks.measure import Spread, heading
 from tests.benchmarks.step_bench import SHAPES, random_model
 
@@ -58,7 +58,7 @@ def start_scorer(draft: str, max_tokens: int) -> AsyncDraftScorer:
     if draft == "demo":
         return AsyncDraftScorer(config, EngineConfig(), make_scorer=load_scorer)
 
-    def make(config: SpecPrefillConfig, _: EngineConfig, publish: Publish) -> Scorer:
+    def make(config: SpecPrefillConfig, _: EngineConfig, publish: PublishScore) -> Scorer:
         return Scorer(Draft(random_model(SHAPES[draft])), config, publish)
 
     return AsyncDraftScorer(config, EngineConfig(), make_scorer=make)

@@ -12,7 +12,7 @@ import engine.worker  # noqa: F401  # before MLX
 
 import mlx_vlm.speculative.drafters as drafters  # isort: skip
 
-from engine.worker import mtp_loader
+from engine.worker import head_loader
 from engine.worker.heads.refused_drafters import REFUSED
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "engine/README.md"
@@ -28,9 +28,9 @@ def modules() -> list[str]:
 def served() -> dict[str, list[str]]:
     """Return the families for which each drafter drafts, by the name of the library's module; empty for several."""
     found: dict[str, list[str]] = {
-        name: [] for each in mtp_loader.OWN_FORMATS.values() for name in each.split_types or (DFLASH,)
+        name: [] for each in head_loader.OWN_FORMATS.values() for name in each.split_types or (DFLASH,)
     }
-    for family, each in mtp_loader.FORMATS.items():
+    for family, each in head_loader.FORMATS.items():
         for name in each.split_types:
             found.setdefault(name, []).append(family)
     return found

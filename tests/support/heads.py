@@ -12,12 +12,12 @@ from mlx.utils import tree_flatten
 from mlx_vlm.speculative.drafters import nemotron_h_mtp, qwen3_5_mtp
 from mlx_vlm.speculative.drafters.eagle3.eagle3 import Eagle3DraftModel
 
+from engine.worker.head_loader import LIBRARY_FORMATS
 from engine.worker.heads.eagle3 import eagle3_config
 from engine.worker.heads.gemma4 import GEMMA4_FORMATS
 from engine.worker.heads.nemotron import NEMOTRON_FORMATS
 from engine.worker.heads.nextn import NEXTN_FORMATS, NextnHead
 from engine.worker.heads.qwen import QWEN_FORMATS
-from engine.worker.mtp_loader import LIBRARY_FORMATS
 from tests.support.gemma4_assistant import write_assistant
 from tests.support.indexed_heads import hy_v4_module, published_hy_v4, published_qwen4, qwen4_module
 from tests.support.published_heads import deepseek_v4_tensors, glm5_next_tensors

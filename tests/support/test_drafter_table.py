@@ -9,7 +9,7 @@ import pytest
 import engine.worker  # noqa: F401  # before MLX
 from engine.config import EngineConfig
 from engine.errors import EngineFailed
-from engine.worker import loader, mtp_loader
+from engine.worker import head_loader, loader
 from engine.worker.heads.refused_drafters import REFUSED
 from tests.support.dflash import write_dflash
 from tests.support.drafter_table import DOCUMENT, modules, served, written
@@ -44,7 +44,7 @@ def test_refused_drafter_ends_the_start_with_its_name_and_the_reason(name, famil
     (tmp_path / "model.safetensors").touch()
     found = EngineConfig(model="unread", mtp_head=str(tmp_path))
     with pytest.raises(EngineFailed, match=f"{name}: {REFUSED[name][:40]}"):
-        mtp_loader.find_heads(found, tmp_path / "unread", {"model_type": family})
+        head_loader.find_heads(found, tmp_path / "unread", {"model_type": family})
 
 
 @pytest.mark.parametrize("name", DFLASH)

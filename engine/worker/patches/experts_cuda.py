@@ -21,7 +21,7 @@ from mlx_vlm.models import switch_layers
 from engine.worker.cuda_kernel import CudaKernel, short
 from engine.worker.patches import few_rows_cuda, many_rows
 from engine.worker.patches.few_rows_cuda import COLUMNS, MAX_SIZE, OUTPUTS, QUANTIZED_BITS, ROWS, UNQUANTIZED, Weight
-from engine.worker.patches.few_rows_kernel import NAMES, Form, Grouping, kernel_of
+from engine.worker.patches.few_rows_kernel import NAMES, Form, PairGrouping, kernel_of
 
 MAX_EXPERTS = 1024
 """More experts are the library's: the kernel that groups pairs has a thread for each."""
@@ -183,7 +183,7 @@ def _multiply(
     others: Sequence[mx.array],
     pairs: _Pairs,
     form: Form,
-    grouping: Grouping,
+    grouping: PairGrouping,
     eps: float | None = None,
 ) -> mx.array:
     """Return the products with the experts' layers, and behind them with the shared ones, if there are any.

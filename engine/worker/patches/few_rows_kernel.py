@@ -14,7 +14,7 @@ from engine.worker.cuda_kernel import CudaKernel, short
 from engine.worker.patches.many_rows import Tiling
 
 Form = Literal["plain", "gated", "added"]
-Grouping = Literal["none", "gather", "scatter"]
+PairGrouping = Literal["none", "gather", "scatter"]
 """How rows are multiplied by the weights of several experts: not at all, each pair of a row and an expert read from its
 row and written to its place, or read from its place and written to its pair (experts_cuda.py)."""
 
@@ -241,7 +241,7 @@ def kernel_of(
     is_quantized: bool,
     form: Form,
     eps: float | None,
-    grouping: Grouping = "none",
+    grouping: PairGrouping = "none",
     is_sorted: bool = False,
     with_shared: bool = False,
     tiling: Tiling | None = None,
@@ -312,7 +312,9 @@ def kernel_of(
     )
 
 
-def _rows_of_block(grouping: Grouping, is_sorted: bool, with_shared: bool, weight_names: Sequence[str]) -> list[str]:
+def _rows_of_block(
+    grouping: PairGrouping, is_sorted: bool, with_shared: bool, weight_names: Sequence[str]
+) -> list[str]:
     """Return the lines that say which rows a block multiplies, and move its weights to those of its expert."""
     if grouping == "none":
         same = "[&](int row) { return begin + row; };"

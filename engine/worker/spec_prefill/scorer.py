@@ -69,7 +69,7 @@ class ScoreResult:
     is_too_slow: bool = False  # Whether it takes longer than the plan saves.
 
 
-Publish = Callable[[str, ScoreResult], None]
+PublishScore = Callable[[str, ScoreResult], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +93,7 @@ class ScoreJob:
     stored: list[str] = field(default_factory=list)  # Digests of the snapshots that it has stored.
 
 
-def load_scorer(config: SpecPrefillConfig, draft: EngineConfig, publish: Publish) -> "Scorer":
+def load_scorer(config: SpecPrefillConfig, draft: EngineConfig, publish: PublishScore) -> "Scorer":
     """Load the draft on the calling thread, and probe its speed.
 
     Raises:
@@ -122,7 +122,7 @@ class Scorer:
         self,
         draft: Draft,
         config: SpecPrefillConfig,
-        publish: Publish,
+        publish: PublishScore,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._draft = draft

@@ -19,7 +19,7 @@ from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts, PromptChunk
 from engine.errors import EngineFailed
 from engine.protocol import EngineRequest, SamplingParams
-from engine.worker import loader, mtp_loader
+from engine.worker import head_loader, loader
 from engine.worker.decode import DecodeGroup
 from engine.worker.model_runner import MLXRunner
 from engine.worker.snapshot import StateSnapshot, export, import_arrays
@@ -38,7 +38,7 @@ class LibraryHead:
 
     def __init__(self, family: str, path: Path, head_dir: Path):
         self._lm = load(path)
-        config, weights = mtp_loader.LIBRARY_FORMATS[family].splitter().prepare(head_dir)
+        config, weights = head_loader.LIBRARY_FORMATS[family].splitter().prepare(head_dir)
         module: Any = import_module(f"mlx_vlm.speculative.drafters.{family}_mtp")
         self._head = module.Model(module.ModelConfig.from_dict(config))
         flat: Any = tree_flatten(self._head.parameters())

@@ -22,7 +22,7 @@ from engine.core.row import Row
 from engine.core.runner import PLAIN, Drafts
 from engine.errors import EngineFailed
 from engine.protocol import EngineRequest, Progress, SamplingParams
-from engine.worker import loader, mtp_loader
+from engine.worker import head_loader, loader
 from engine.worker.decode import DecodeGroup
 from engine.worker.drafter import DraftingModel
 from engine.worker.heads.qwen import QWEN_FORMATS
@@ -56,7 +56,7 @@ def open_runner(path: Path, head_dir: Path) -> MLXRunner:
 
 
 HEADS: dict[str, tuple[str, Callable[[Path], Path]]] = {
-    **{family: (family, write_head) for family in mtp_loader.FORMATS},
+    **{family: (family, write_head) for family in head_loader.FORMATS},
     "eagle3 llama": ("llama", lambda path: write_eagle3(path, for_sglang=True, draft_vocab_size=300)),
     "eagle3 gpt_oss": ("gpt_oss", lambda path: write_eagle3(path, for_sglang=False, draft_vocab_size=300)),
     "eagle3 qwen3_5": ("qwen3_5", lambda path: write_eagle3(path, for_sglang=False)),

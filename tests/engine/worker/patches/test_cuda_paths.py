@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.protocol import EngineRequest, SamplingParams
 from engine.worker.patches import experts_cuda, few_rows_cuda, quantized_cuda
 from engine.worker.patches.few_rows_cuda import UNQUANTIZED, Weight
-from engine.worker.patches.few_rows_kernel import NAMES, Form, Grouping
+from engine.worker.patches.few_rows_kernel import NAMES, Form, PairGrouping
 from tests.support.cold_runner import load_cold
 from tests.support.driver import Driver
 from tests.support.families import FAMILIES
@@ -70,7 +70,7 @@ class Calls:
         others: Sequence[mx.array],
         pairs: Any,
         form: Form,
-        grouping: Grouping,
+        grouping: PairGrouping,
         eps: float | None = None,
     ) -> mx.array:
         """Stand for experts_cuda._multiply, with pairs that are not grouped."""

@@ -21,7 +21,7 @@ from engine.spec_prefill_config import SpecPrefillConfig
 from engine.worker import memory
 from engine.worker.spec_prefill import reuse, scorer
 from engine.worker.spec_prefill.draft import Draft
-from engine.worker.spec_prefill.scorer import Publish, ScoreJob, Scorer, ScoreResult
+from engine.worker.spec_prefill.scorer import PublishScore, ScoreJob, Scorer, ScoreResult
 from tests.engine.worker.spec_prefill.drafts import brute_force, load, prompt
 from tests.support.clock import Clock
 from tests.support.night import some_at_night
@@ -33,7 +33,7 @@ HAS_BOTH = "the hybrid draft has recurrent layers and layers with attention, of 
 class Watched(Scorer):
     """A scorer whose forwards are noted in turns: (job, tokens read). fail: raised by a job's forward, if any."""
 
-    def __init__(self, draft: Any, config: SpecPrefillConfig, publish: Publish, clock: Callable[[], float]):
+    def __init__(self, draft: Any, config: SpecPrefillConfig, publish: PublishScore, clock: Callable[[], float]):
         self.turns: list[tuple[str, int]] = []
         self.fail: Callable[[str, int], None] = lambda job, position: None
         super().__init__(draft, config, publish, clock)
