@@ -6,7 +6,7 @@ No weight is read: sizes come from the files' headers and from a forward that is
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,6 +32,7 @@ from engine.processing.reranker import Reranker
 from engine.processing.tokenizer_match import why_different
 from engine.processing.vision_families import whole_prompts
 from engine.worker import loader, memory, proposers
+from engine.worker.draft_model import SeparateModel
 from engine.worker.encoder_loader import NO_TEXT, open_encoder
 from engine.worker.fast_paths import FastPaths
 from engine.worker.kv_layer import SLOTS_STEP
@@ -201,6 +202,10 @@ def check_each(models: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def _memory(config: EngineConfig, opened: loader.OpenedModel) -> Iterator[str]:
     """Yield what the weights and a row take, with those of the models that draft, and the longest row that fits."""
+    if config.draft_model is not None and not is_local(draft_of(config.draft_model.model)):
+        yield f"not counted      {config.draft_model.model}, which drafts and is a repository"
+        local = {name: one for name, one in opened.proposers.items() if one.kind != SeparateModel.name}
+        opened = replace(opened, proposers=local)
     drafting = proposers.loaded_proposers(loader.with_modules(config, opened))
     weights = sum(map(_num_bytes, [opened.module, *(one.module for one in drafting)]))
     yield from _weights(config, opened, weights)
@@ -219,7 +224,7 @@ def _row_bytes(opened: loader.OpenedModel, bits: int, drafting: Sequence[propose
     language_model = LanguageModel(opened.module.language_model, kv_bits=bits)
     target, layers = Target(language_model, opened.vocab_size, num_embeddings(opened.config)), list[Any]()
     for one in drafting:
-        if hasattr(one.module, "language_model"):  # a draft model
+        if isinstance(one.kind, SeparateModel):
             layers += _described_cache(LanguageModel(one.module.language_model))
         else:
             layers += one.drafting_model(target).make_cache()

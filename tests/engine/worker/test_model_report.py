@@ -23,6 +23,7 @@ from engine.worker.language_model import LanguageModel
 from engine.worker.model_report import RowBytes, check_before_start, check_each, report
 from engine.worker.model_runner import load_runner
 from tests.support.cold_runner import load_cold
+from tests.support.dflash import write_dflash
 from tests.support.families import FAMILIES
 from tests.support.heads import write_eagle3, write_head
 from tests.support.zoo import make
@@ -52,6 +53,11 @@ def glm_with_heads(path: Path) -> dict[str, Any]:
     return {"model": str(path), "mtp_head": [str(write_head(path)), str(eagle3)]}
 
 
+def llama_with_dflash(path: Path) -> dict[str, Any]:
+    make(path, FAMILIES["llama"])
+    return {"model": str(path), "mtp_head": str(write_dflash(path))}
+
+
 def gemma_with_assistant(path: Path) -> dict[str, Any]:
     make(path, FAMILIES["gemma4_text"])
     return {"model": str(path), "mtp_head": str(write_head(path))}
@@ -67,9 +73,10 @@ def demo_with_draft_model(path: Path) -> dict[str, Any]:
         lambda path: {},
         demo_with_draft_model,
         pytest.param(glm_with_heads, marks=pytest.mark.night("the gate reports on a head and a draft model")),
+        pytest.param(llama_with_dflash, marks=pytest.mark.night("the gate reports on a head and a draft model")),
         pytest.param(gemma_with_assistant, marks=pytest.mark.night("the gate reports on a head and a draft model")),
     ],
-    ids=["head", "draft model", "heads", "assistant"],
+    ids=["head", "draft model", "heads", "DFlash", "assistant"],
 )
 def test_weights_and_rows_are_told_with_those_of_models_that_draft(tmp_path, monkeypatch, config):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -85,6 +92,16 @@ def test_weights_and_rows_are_told_with_those_of_models_that_draft(tmp_path, mon
     assert row.startswith(f"{runner.costs.prompt(length) / 2**30:.3f} GiB for ")
     per_token = next(int(text.split()[1]) for label, text in told if label == "kv_cache.bits")
     assert per_token == runner.costs.token_bytes
+
+
+def test_a_draft_model_of_a_repository_is_not_downloaded_for_the_report(monkeypatch):
+    monkeypatch.setattr(
+        checkpoint.huggingface_hub, "snapshot_download", lambda *args, **kwargs: pytest.fail("downloads")
+    )
+    given = {"device": "cpu", "draft_model": {"model": "org/small", "limits": "auto"}}
+    told = dict(line.split(maxsplit=1) for line in report(EngineConfig.model_validate(given)))
+    assert told["not"] == "counted      org/small, which drafts and is a repository"
+    assert told["weights"] == "0.035 GiB", "no head either: the draft model replaces it"
 
 
 def test_the_longest_context_is_the_longest_row_that_fits():
