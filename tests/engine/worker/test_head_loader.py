@@ -86,7 +86,7 @@ def test_the_demo_head_is_bit_identical_raw_split_converted_and_split_again(tmp_
     assert identical(head_weights(load(tmp_path / "converted")), expected)
     split_mtp(str(DEMO_MODEL), str(tmp_path / "split"))
     assert identical(head_weights(load(DEMO_MODEL, mtp_head=str(tmp_path / "split"))), expected)
-    kept = shutil.copytree(DEMO_MODEL, tmp_path / "kept")  # converted by somebody who kept mtp.*, norms shifted
+    kept = shutil.copytree(DEMO_MODEL, tmp_path / "kept")  # as of a conversion that keeps mtp.* and shifts the norms
     rewrite(kept, shift_norms)
     assert identical(head_weights(load(kept)), expected)
     split_mtp(str(kept), str(tmp_path / "again"))
